@@ -121,14 +121,8 @@ def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
 
 
 class RewardsObject:
-    """An object with `get_rewards(prompts, completions)` as a reward; prompts and completions are passed unchanged.
-
-    They are passed by position, so the parameters may have any names. A method that names `completions` or
-    `completion_ids` gets everything it names.
-
-    Raises:
-        RewardError: the method takes neither.
-    """
+    """An object with `get_rewards(prompts, completions)` as a reward. Both are passed by position, so the parameters
+    may have any names; a method that names `completions` or `completion_ids` gets everything it names."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
@@ -197,14 +191,8 @@ class Scored:
 
 
 class GuardedReward:
-    """A reward that scores the other samples if it fails on one.
-
-    Attributes:
-        signature: what the reward accepts; it gets nothing else.
-        is_async: the reward is awaited, in the loop of the async rewards.
-        weight: factor of this reward in the sum.
-        form: of text and messages, "given" or "other" (than passed); None until the reward has scored a sample.
-    """
+    """A reward that scores the other samples if it fails on one. `form`: of text and messages it reads what is "given"
+    or the "other"; None until it has scored a sample."""
 
     def __init__(self, reward: Callable[..., Any], is_async: bool = False) -> None:
         self.reward, self.is_async = reward, is_async

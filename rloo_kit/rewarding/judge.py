@@ -90,9 +90,6 @@ class Judge:
         options: further fields of the request, such as {max_tokens: 500}; null drops one.
         folder: of the cache. run: whose budget it is.
 
-    Attributes:
-        counts: calls, cached, failed, retries, tokens and seconds so far.
-
     Raises:
         ValueError: a parameter that cannot be used.
     """
@@ -259,14 +256,9 @@ class Judge:
         return hint + (f"; a proxy stands between (HTTP_PROXY): NO_PROXY={host} leaves it out" if is_proxied else "")
 
     async def ask(self, text: str, answers: Sequence[str], *, is_check: bool = False) -> Any:
-        """The verdict of the judge on `answers` that `text` shows, see `_read`. Equal requests are one call.
+        """The verdict of the judge on `answers` that `text` shows, or RewardError. Equal requests are one call.
 
-        Args:
-            is_check: ask whatever is cached and spent, and do not try again if nobody answers.
-
-        Raises:
-            RewardError: no verdict after all retries, a refused request, or the budget is used up.
-        """
+        `is_check`: ask whatever is cached and spent, and do not try again if nobody answers."""
         request = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
         request = {name: value for name, value in (request | self.options).items() if value is not None}
         digest = hashlib.sha256(json.dumps([self.identity, self._key, request], sort_keys=True).encode()).hexdigest()

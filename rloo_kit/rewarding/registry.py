@@ -41,6 +41,7 @@ REGISTRY: dict[str, Callable[..., Any]] = {
 }
 BOUND_ONLY = ("decode", "timeout_s", "folder", "run")  # parameters that come from the run, never from `params`
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3 models stop at either
+OWN = "a function of your own is module:function or path/to/file.py:function"
 
 
 def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
@@ -108,10 +109,8 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
 def check_reward_name(key: str, name: str) -> None:
     """Refuse an unknown reward name; the error lists the nearest and all known names. `key` is the entry's."""
     if name not in REGISTRY:
-        raise ConfigError(
-            f"{key}.name: there is no reward '{name}'{nearest(name, REGISTRY) or '.'} Known: {', '.join(REGISTRY)}; a "
-            "function of your own is module:function or path/to/file.py:function"
-        )
+        near = nearest(name, REGISTRY) or "."
+        raise ConfigError(f"{key}.name: there is no reward '{name}'{near} Known: {', '.join(REGISTRY)}; {OWN}")
 
 
 def build_judge(run: RunConfig) -> Judge:
@@ -164,9 +163,7 @@ def _check_tag(key: str, entry: RewardSection, end_id: int | None, *, required: 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:
     module, _, function = entry.name.rpartition(":")
     if not module or not function:
-        raise ConfigError(
-            f"{key}.name is '{entry.name}'; a function of your own is module:function or path/to/file.py:function"
-        )
+        raise ConfigError(f"{key}.name is '{entry.name}'; {OWN}")
     for name in entry.env:
         if name not in os.environ:
             raise ConfigError(f"{key}.env names {name!r}, and there is no such variable: set it in .env, or remove it")

@@ -27,11 +27,8 @@ _TIES = ("tie", "neither", "both", "equal", "none")
 
 
 def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
-    """The text of a chat completion's first choice; that of its reasoning only if there is no other.
-
-    Raises:
-        ValueError: a refusal, or an end by `finish_reason`, with the limit in `request`.
-    """
+    """The text of a chat completion's first choice, of its reasoning only if there is no other; raises ValueError for a
+    refusal, or an end by `finish_reason`, with the limit in `request`."""
     message, reason = choice["message"], str(choice.get("finish_reason")).lower()
     if reason in CUT:
         limits = [f"{name}, which is {request[name]}" for name in _LIMITS if request.get(name)] or ["max_tokens"]
@@ -61,15 +58,13 @@ def count_billed(body: dict[str, Any]) -> int:
 
 
 def find_verdict(reply: str, name: str) -> Any:
-    """The value of `name` in the JSON object that closes a reply, the outermost one that has it.
+    """The value of `name` in the JSON object that closes a reply, the outermost one that has it; ValueError if none
+    does, it is in the thinking, or it gives `name` twice.
 
     Line breaks and single backslashes in its texts, a comma behind its last item, and a fence around it are read.
 
     >>> find_verdict('The answer says {"score": 9}. {"score": 7, "parts": [{"score": 2}]}', "score")
     7.0
-
-    Raises:
-        ValueError: the reply does not end with such an object, has it in its thinking, or gives `name` twice.
     """
     text, before = reply, ""
     while text != before:

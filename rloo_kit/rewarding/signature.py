@@ -193,11 +193,8 @@ def takes_two(function: Callable[..., Any]) -> bool:
 
 
 def check_signature(name: str, signature: Signature, columns: Iterable[str] | None = None) -> None:
-    """Refuse a reward that cannot be called with TRL's names and these columns; None: the columns are not known.
-
-    Raises:
-        RewardError: names the reward, the parameter, what is passed, and the fix.
-    """
+    """Raise RewardError, with the fix, for a reward that cannot be called with TRL's names and `columns` (None: not
+    known)."""
     problem = find_problem(signature, None if columns is None else set(columns))
     if problem is not None:
         raise RewardError(f"reward '{name}' cannot be called: {problem}")

@@ -27,11 +27,7 @@ START_TIMEOUT_S = 120.0  # to start the worker and load math-verify, or reasonin
 
 @dataclass
 class AnswerReader:
-    """A reward that reads answers, without the thinking before them.
-
-    Args:
-        think_end_id, thinking, decode: as for `rewards.AnswerReward`.
-    """
+    """A reward that reads answers, without the thinking before them; arguments as for `rewards.AnswerReward`."""
 
     __name__: ClassVar[str] = "answer_reader"
     think_end_id: int = THINK_END_ID
@@ -66,7 +62,6 @@ class Verifier(AnswerReader):
 
     caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
 
-    __name__: ClassVar[str] = "verifier"
     answer_timeout_s: float = 5.0
     timeout_s: float = 30.0
 

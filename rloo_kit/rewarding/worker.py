@@ -104,9 +104,6 @@ class WorkerReward:
         params: keyword arguments added to each call. folders: put in front of the module path.
         timeout_s: limit for one call, in seconds.
         env: further variables of this process's environment that the worker gets (`worker_environment`).
-
-    Attributes:
-        source_digests: `read_files` of its module when it was made; no later process runs other code.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class WorkerReward:
         self.folders = [str(folder) for folder in folders]
         self.timeout_s = timeout_s
         self.worker = Worker(f"'{target}'", worker_environment(env))
-        self.source_digests = read_files(module, self.folders)
+        self.source_digests = read_files(module, self.folders)  # no later process runs other code
         self._declared: Signature | None = None
         _REWARDS.add(self)
 
@@ -132,11 +129,8 @@ class WorkerReward:
         return f"WorkerReward({self.target!r}, timeout_s={self.timeout_s:g})"
 
     def load(self) -> Signature:
-        """Start the process and import the module, unless that is done. Returns what the function accepts.
-
-        Raises:
-            WholeBatchError: either fails.
-        """
+        """Start the process and import the module, unless that is done, or raise WholeBatchError; what the function
+        accepts."""
         if self._declared is not None and self.worker.running:
             return self._declared
         if edited := self.find_edited():
@@ -169,13 +163,8 @@ class WorkerReward:
         return replace(declared, required=required, optional=optional, in_worker=True)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
-        """The function's rewards.
-
-        Raises:
-            WholeBatchError: the process took too long, died or cannot be started, or the function did not return a list
-                with one reward per completion.
-            RewardError: the function raised.
-        """
+        """The function's rewards. Raises RewardError if it raised, WholeBatchError if it did not return one reward per
+        completion, or its process took too long, died or cannot be started."""
         called = read_call(args, columns)
         batch = self.signature.select(called)
         sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params
@@ -218,14 +207,7 @@ _reward: Callable[..., Any]
 
 
 def load_reward(target: str, folders: list[str]) -> dict[str, Any]:
-    """Import the function behind `module:function` or `path/to/file.py:function`; returns its `Signature` as a mapping.
-
-    Args:
-        folders: put in front of the module path, in front of the working folder.
-
-    Raises:
-        RewardError: as `import_target`, or it is not a reward.
-    """
+    """Import the function behind `target` and keep it for `call_reward`; returns its `Signature` as a mapping."""
     global _reward
     function = import_target(target, folders)
     check_no_class(function, f"'{target}'")
@@ -238,14 +220,7 @@ def load_reward(target: str, folders: list[str]) -> dict[str, Any]:
 
 
 def call_reward(sent: dict[str, Any], logged: list[str], size: int) -> tuple[list[Any], list[Any]]:
-    """The function's rewards, and its calls of log functions as (function, name, value).
-
-    Args:
-        sent: its arguments. logged: the log functions that it gets. size: the number of completions.
-
-    Raises:
-        WholeBatchError: its result is not a list of that length. RewardError: it raised, at a line of its file.
-    """
+    """The function's rewards of `size` completions, and its calls of `logged` functions as (function, name, value)."""
     records: list[Any] = []
 
     def log_extra(column: str, values: list[Any]) -> None:
