@@ -2,9 +2,7 @@
 between. Each works, or is refused by one sentence with the fix before a model loads."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +12,22 @@ from rloo_kit.rewarding import judge as module
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.judge import JudgeReward
 from rloo_kit.system.versions import is_importable
+from tests.scripted_server import Scripted
 
 Answer = Callable[[str, str], tuple[int, dict[str, str], Any]]
 
 
-class Endpoint:
+class Endpoint(Scripted):
     """A server whose replies `answer(method, path)` makes: status, headers, and a text or a value for JSON."""
 
     def __init__(self, answer: Answer) -> None:
-        self.seen: list[str] = []
-        self.keys: list[str | None] = []
-        endpoint = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version, wbufsize = "HTTP/1.1", -1
+        def encoded(path: str) -> tuple[int, dict[str, str], bytes]:
+            status, headers, body = answer(self.requests[-1].command, path)
+            return status, headers, (body if isinstance(body, str) else json.dumps(body)).encode()
 
-            def _reply(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                endpoint.seen.append(f"{self.command} {self.path}")
-                endpoint.keys.append(self.headers.get("Authorization"))
-                status, headers, body = answer(self.command, self.path)
-                data = (body if isinstance(body, str) else json.dumps(body)).encode()
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(data))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-                self.wfile.flush()
-
-            do_GET = do_POST = do_CONNECT = _reply
-
-            def log_message(self, *_: Any) -> None:
-                """Tests have enough to read."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.answer = encoded
 
 
 def chat(content: Any = '{"score": 7}', **more: Any) -> tuple[int, dict[str, str], Any]:
@@ -84,8 +61,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Answer], Endpoi
 
     yield start
     for one in made:
-        one.server.shutdown()
-        one.server.server_close()
+        one.stop()
 
 
 def judge(url: str, folder: Path, **params: Any) -> JudgeReward:
@@ -167,7 +143,7 @@ def test_a_key_that_is_refused_is_named(serve: Any, tmp_path: Path, monkeypatch:
         endpoint = serve(under("/v1", (status, {}, {"error": "bad key sk-test-0123456789"})))
         found = judge(f"{endpoint.url}/v1", tmp_path, key_env="MY_KEY").find_fault()
         assert "MY_KEY" in found and ".env" in found and "0123456789" not in found
-        assert endpoint.keys[0] == "Bearer sk-test-0123456789"
+        assert endpoint.headers[0]["Authorization"] == "Bearer sk-test-0123456789"
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "ALL_PROXY", "http_proxy"])
@@ -179,7 +155,7 @@ def test_no_proxy_stands_in_front_of_this_machine(
     proxy = serve(lambda method, path: (502, {}, "no such host"))
     monkeypatch.setenv(name, proxy.url)
     endpoint = serve(under("/v1"))
-    assert works(judge(f"{endpoint.url.replace('127.0.0.1', host)}/v1", tmp_path)) and not proxy.seen
+    assert works(judge(f"{endpoint.url.replace('127.0.0.1', host)}/v1", tmp_path)) and not proxy.requests
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "socks5h://127.0.0.1:1", "gopher://127.0.0.1:1"])
@@ -200,7 +176,7 @@ def test_a_proxy_is_used_for_other_machines(serve: Any, tmp_path: Path, monkeypa
     proxy = serve(lambda method, path: chat())
     monkeypatch.setenv("HTTP_PROXY", proxy.url)
     assert works(judge("http://judge.example/v1", tmp_path))
-    assert proxy.seen[0] == "POST http://judge.example/v1/chat/completions"
+    assert proxy.requests[0].requestline == "POST http://judge.example/v1/chat/completions HTTP/1.1"
 
 
 PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]}, {"type": "text", "text": '{"score": 7}'}]
@@ -243,7 +219,7 @@ def test_too_many_requests_are_asked_again(serve: Any, tmp_path: Path, headers: 
     """Guards against a run that is refused because the service is busy at that moment, whatever it says of when."""
     replies = iter([(429, headers, "slow down")] * 3)
     endpoint = serve(lambda method, path: next(replies, chat()))
-    assert works(judge(f"{endpoint.url}/v1", tmp_path)) and len(endpoint.seen) == 5
+    assert works(judge(f"{endpoint.url}/v1", tmp_path)) and len(endpoint.requests) == 5
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1", "https://127.0.0.1:1/v1"])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from rewards import RelativeLengthPenalty, thinking_reward
+from rewards import thinking_reward
 from rloo_kit.errors import LONGEST_ERROR, RewardError
 from rloo_kit.rewarding.guard import PENDING, NamedReward, guard, is_async, log_names
 from rloo_kit.rewarding.signature import overflowing
@@ -175,19 +175,6 @@ def test_a_reward_that_compares_fails_as_a_whole(wrap: Any) -> None:
     found = guarded.score(**bad)
     assert found.values == [None] * 3 and found.failed == [True] * 3 and len(found.failures) == 1
     assert "failed on samples 0 to 2: AttributeError: 'int' object has no attribute 'upper'" in found.failures[0]
-
-
-def test_a_penalty_of_long_answers_fails_as_a_whole() -> None:
-    """The kit's own: ids of one sample that are none left each of the others alone in its group, with -0.5."""
-    ids = [[5] * 8 + [151668, 19], [5] * 16 + [151668, 19], [5] * 8 + [151668, 20]]
-    batch = {
-        "prompts": ["2+2="] * 3,
-        "completions": ["..</think>4", "...</think>4", "..</think>5"],
-        "answer": ["4"] * 3,
-    }
-    assert guard(RelativeLengthPenalty()).score(**batch, completion_ids=ids).failed == [False] * 3
-    found = guard(RelativeLengthPenalty()).score(**batch, completion_ids=[*ids[:2], object()])
-    assert found.values == [None] * 3 and found.failed == [True] * 3 and "samples 0 to 2" in found.failures[0]
 
 
 def test_a_reward_that_compares_gets_the_form_that_it_reads() -> None:
@@ -432,8 +419,7 @@ def test_what_a_reward_awaits_may_be_cancelled() -> None:
     assert found.failed == [True, True] and "reward 'cancelled' failed" in found.failures[0]
 
 
-@pytest.mark.parametrize("how", ["an evaluation", "a trainer"])
-def test_a_call_that_nobody_waits_for_any_more_ends(how: str) -> None:
+def test_a_call_that_nobody_waits_for_any_more_ends() -> None:
     """An interrupt left it in its loop, and each sample was asked for alone, for minutes, at the judge's price."""
     asked: list[list[str]] = []
     ended: list[str] = []

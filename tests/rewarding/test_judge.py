@@ -1,7 +1,6 @@
 """The judge against a stand-in with real sockets: what it makes of replies, and of a server that fails."""
 
 import json
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +195,12 @@ def test_the_key_is_sent_and_written_nowhere(
         ({"scale": [5, 1]}, "lowest"),
         ({"template": "/not/there.jinja"}, "template"),
         ({"max_calls": 0}, "max_calls"),
+        ({"options": {"messages": []}}, "messages"),  # one request without the answer, whose verdict is everybody's
+        ({"options": {"model": "other"}}, "model"),
+        ({"options": {"stream": True}}, "stream"),
+        ({"rubric": None}, "rubric"),
+        ({"model": ""}, "model"),
+        ({"scale": ["1", "10"]}, "scale"),
     ],
 )
 def test_bad_parameters_are_refused_without_the_key(
@@ -206,6 +211,7 @@ def test_bad_parameters_are_refused_without_the_key(
     with pytest.raises(ValueError) as caught:
         make(**params)
     assert words in str(caught.value) and KEY not in str(caught.value)
+    assert make(options=None).find_fault() == ""
 
 
 def test_the_template_is_the_users(make: Make, server: JudgeServer, tmp_path: Path) -> None:
@@ -239,13 +245,6 @@ def test_an_endpoint_is_checked_by_one_call(make: Make, server: JudgeServer) -> 
     assert "key" in make().find_fault()
     server.stop()
     assert server.url in make().find_fault() and not server.requests
-
-
-def test_a_kill_keeps_what_was_paid_for(make: Make, tmp_path: Path) -> None:
-    """Guards against a cache that is only in memory: every reply is on disk before its score is used."""
-    score(make(), ["good", "fair"])
-    with sqlite3.connect(tmp_path / CACHE) as other:
-        assert other.execute("SELECT count(*), sum(tokens) FROM calls WHERE reply != ''").fetchone() == (2, 200)
 
 
 def test_a_comparison_weighs_both_orders(server: JudgeServer, tmp_path: Path) -> None:
@@ -296,21 +295,12 @@ def test_what_is_no_verdicts_fault_is_a_failure(
     reward = make(mode=mode, **params.get(what, {"template": None}))
     if what == "cache that cannot be written":
         reward._calls.execute("PRAGMA query_only = 1")
+    if what == "cache":
+        assert CACHE in reward.find_fault() and "delete it" in reward.find_fault(), "before the model loads"
     found, _ = score(reward, ["good", "fair"], ["p", "p"], length=[0, 0])
     assert found.values == [None, None] and found.failed == [True, True], found
-    words = {
-        "template": "ZeroDivisionError",
-        "cache": "delete it",
-        "cache that cannot be written": "readonly",
-        "folder": "file",
-    }
-    assert words[what] in found.failures[0]
-
-
-def test_a_cache_that_is_damaged_is_found_before_the_model_loads(make: Make, tmp_path: Path) -> None:
-    """Guards against the first rollout as the place where a file turns out to be none of SQLite's."""
-    (tmp_path / CACHE).write_bytes(b"no database, but long enough " * 100)
-    assert CACHE in make().find_fault() and "delete it" in make().find_fault()
+    words = {"template": "ZeroDivisionError", "cache": "delete it", "folder": "file"}
+    assert words.get(what, "readonly") in found.failures[0]
 
 
 def test_equal_requests_of_one_rollout_are_one_call(make: Make, server: JudgeServer) -> None:
@@ -396,23 +386,12 @@ def test_the_judge_sees_the_users_message(make: Make, server: JudgeServer) -> No
     assert shown("Passage. Who?", question=["Who?"]) == "Passage. Who?"
 
 
-@pytest.mark.parametrize(
-    "gold, there",
-    [
-        (0, True),
-        ("0", True),
-        (0.0, True),
-        (False, True),
-        ("", False),
-        (" ", False),
-        (None, False),
-        (float("nan"), False),
-    ],
-)
-def test_a_gold_answer_of_0_is_an_answer(make: Make, server: JudgeServer, gold: Any, there: bool) -> None:
+@pytest.mark.parametrize("gold", [0, "0", 0.0, False, "", " ", None, float("nan")])
+def test_a_gold_answer_of_0_is_an_answer(make: Make, server: JudgeServer, gold: Any) -> None:
     """Guards against a reference that is dropped because it is falsy."""
     score(make(), ["good"], answer=[gold])
-    assert ("<reference>" in server.requests[0]["messages"][0]["content"]) == there
+    is_shown = "<reference>" in server.requests[0]["messages"][0]["content"]
+    assert is_shown == (str(gold) in ("0", "0.0", "False"))
 
 
 def test_a_template_is_rendered_with_a_row_before_the_run(make: Make, server: JudgeServer, tmp_path: Path) -> None:
@@ -421,13 +400,8 @@ def test_a_template_is_rendered_with_a_row_before_the_run(make: Make, server: Ju
     file.write_text('{{ row.contxt }} <answer>\n{{ answer }}\n</answer> "score"')
     assert make(template=str(file)).find_fault() == "", "without a row its columns are not known"
     assert "contxt" in make(template=str(file)).find_fault({"context": "c"}) and len(server.requests) == 1
-    for mode, text in (
-        ("score", "Grade: {{ task }}"),
-        ("score", "{{ anwser }}"),
-        ("rank", "{{ answer }}"),
-        ("score", "{{ answers }}"),
-        ("score", "{% if %}{{ answer }}"),
-    ):
+    texts = ["Grade: {{ task }}", "{{ anwser }}", "{{ answers }}", "{% if %}{{ answer }}"]
+    for mode, text in [*(("score", text) for text in texts), ("rank", "{{ answer }}")]:
         file.write_text(text)
         with pytest.raises(ValueError, match="template is"):
             make(template=str(file), mode=mode)
@@ -462,25 +436,6 @@ def test_templates_use_columns_of_every_kind(make: Make, tmp_path: Path, text: s
     reward = make(template=str(file))
     assert reward.find_fault(ROW) == "" and reward.find_fault() == ""
     assert shown in reward._render("t", ROW, ["a"]).partition("<answer>")[0]
-
-
-@pytest.mark.parametrize(
-    "params, words",
-    [
-        ({"options": {"messages": []}}, "messages"),
-        ({"options": {"model": "other"}}, "model"),
-        ({"options": {"stream": True}}, "stream"),
-        ({"rubric": None}, "rubric"),
-        ({"model": ""}, "model"),
-        ({"scale": ["1", "10"]}, "scale"),
-    ],
-    ids=str,
-)
-def test_parameters_that_would_judge_nothing_are_refused(make: Make, params: dict[str, Any], words: str) -> None:
-    """Guards against one request without the answer, whose cached verdict is everybody's reward, and a rubric None."""
-    with pytest.raises(ValueError, match=words):
-        make(**params)
-    assert make(options=None).find_fault() == ""
 
 
 @pytest.mark.parametrize("name", ["answer_{}", "answer{}", "response_{}", "回答", "eval:resp"])
@@ -518,21 +473,13 @@ def test_a_key_is_hidden_in_what_is_shown_and_not_in_what_is_read(
     assert score(make(key_env="JUDGE_KEY"), ["good", "fair"])[0].values == [1.0, 0.5]  # from the cache
 
 
-@pytest.mark.parametrize(
-    "echo",
-    [
-        lambda key: key,
-        lambda key: key.replace("/", "\\/"),
-        lambda key: key.replace("/", "\\u002f"),
-        lambda key: key.replace("/", "%2F"),
-    ],
-)
+@pytest.mark.parametrize("slash", ["/", "\\/", "\\u002f", "%2F"])
 def test_a_key_is_hidden_in_every_spelling(
-    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, echo: Callable[[str], str]
+    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, slash: str
 ) -> None:
     """Guards against a key that a server writes with JSON's escapes, or as an address."""
     key = "sk-Canary/4711"
     monkeypatch.setenv("JUDGE_KEY", key)
-    server.verdict = lambda request: f"The key is {echo(key)}."  # type: ignore[method-assign]
+    server.verdict = lambda request: f"The key is {key.replace('/', slash)}."  # type: ignore[method-assign]
     found, _ = score(make(key_env="JUDGE_KEY"), ["good"])
     assert found.failed == [True] and "***" in found.failures[0] and "Canary" not in found.failures[0]

@@ -19,9 +19,8 @@ from rloo_kit.rewarding.replies import (
 )
 from rloo_kit.rewarding.replies import read_score as score_on
 
-REPLIES = list(
-    map(json.loads, Path(__file__).with_name("judge_replies.jsonl").read_text(encoding="utf-8").splitlines())
-)
+REPLIES_FILE = Path(__file__).with_name("judge_replies.jsonl")
+REPLIES = [json.loads(line) for line in REPLIES_FILE.read_text(encoding="utf-8").splitlines()]
 
 
 def read(name: str, value: Any) -> Any:
@@ -110,22 +109,12 @@ def test_a_reply_that_ends_elsewhere_names_the_cause() -> None:
             read_reply(choice, {"max_tokens": 20})
 
 
-@pytest.mark.parametrize(
-    "usage, tokens",
-    [
-        ({"total_tokens": 12}, 12),
-        ({"prompt_tokens": 5, "completion_tokens": 6}, 11),
-        ({"total_tokens": "12"}, 0),
-        ({"total_tokens": -1}, 0),
-        ([12], 0),
-        (None, 0),
-        ("12", 0),
-    ],
-    ids=str,
-)
-def test_tokens_are_counted_where_they_are_reported(usage: Any, tokens: int) -> None:
+def test_tokens_are_counted_where_they_are_reported() -> None:
     """Guards against a judgement that is lost to an odd field next to it."""
-    assert count_billed({"usage": usage}) == tokens
+    assert count_billed({"usage": {"total_tokens": 12}}) == 12
+    assert count_billed({"usage": {"prompt_tokens": 5, "completion_tokens": 6}}) == 11
+    for usage in ({"total_tokens": "12"}, {"total_tokens": -1}, [12], None, "12"):
+        assert count_billed({"usage": usage}) == 0
 
 
 def test_long_and_deep_replies_are_read_in_time() -> None:

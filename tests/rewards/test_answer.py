@@ -14,17 +14,9 @@ def reward_of(text: str, answer: object, ids: tuple[int, ...] = (7, END, 19, 151
     return answer_reward.with_(**params)(completions=[text], completion_ids=[ids], answer=[answer])[0]
 
 
-EQUAL = [
-    ("42", "42"),
-    ("\n\n42\n", " 42 "),
-    ("42.0", "42"),
-    ("42.", "42"),
-    ("+42", "42"),
-    ("Paris", "Paris"),
-    ("42", 42),
-]
+EQUAL = [("42", "42"), ("\n\n42\n", " 42 "), ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("42", 42)]
 EQUAL += [("-0.5", "\N{MINUS SIGN}1/2"), ("1,234,567", "1234567"), ("1e3", "1000"), ("**$1,000$**", "1000.00")]
-EQUAL += [("0.30", "3/10"), ("2.5", 2.5)]
+EQUAL += [("0.30", "3/10"), ("2.5", 2.5), ("Paris", "Paris")]
 OTHER = [("43", "42"), ("4 2", "42"), ("12", "1,2"), ("1,2345", "12345"), ("0.3333333333", "1/3"), ("1/0", "0")]
 OTHER += [("paris", "Paris"), ("The answer is 42", "42"), ("", "42"), ("nan", "7"), ("inf", "7"), ("1_000", "1000")]
 OTHER += [("0.1" + "0" * 70 + "1", "0.1"), ("4²", "42"), (r"\boxed{4} or \boxed{2}", "42"), ("**", "$")]
@@ -64,16 +56,8 @@ UNITS = r"""18\% | 18% | 18 percent | 18 \text{ eggs} | 18 eggs | 18kg | 18\,\te
     | 18~\mathrm{cm} | 18 \mathrm{~m} | 18 g | 18 cm² | 18\text{ cm}^2 | 18 square feet | 18 km/h | 18 miles per hour
     | 18 m/s² | 18 meters per second² | 18 per day | 18 dozen | 18 dozen eggs | 18° | 18 USD | €18 | 18 € | 18^\circ
     | 18^{\circ} | 18 °C | 18\degree | 18元 | 18 年 | 18 个苹果 | 18個です | 18개"""
-SENTENCES = [
-    "{}",
-    "So it is {}.",
-    "**{}**",
-    "2 apples: **{}**!",
-    "答案是{}。",
-    "2 = {}</b>\n",
-    r"thus $\boxed{{{}}}$",
-    "2: {} …",
-]
+SENTENCES = ["{}", "So it is {}.", "**{}**", "2 apples: **{}**!", "答案是{}。", "2 = {}</b>\n", "2: {} …"]
+SENTENCES.append(r"thus $\boxed{{{}}}$")
 # What contains the number, or looks like it, and is another one or none.
 NOT = {
     "18": r"""18 is wrong | 18 wrong | 18 not | 18不对 | 18 of 20 | 18 or 20 | 17 18 | 18, 19 | 18,19 | 18 and a half
@@ -126,30 +110,9 @@ def test_what_only_contains_a_number_is_not_that_number(gold: str) -> None:
 
 def test_reading_numbers_takes_linear_time() -> None:
     """Guards against patterns that backtrack: a reward reads completions of tens of thousands of tokens."""
-    pieces = [
-        r"1",
-        r"1,111",
-        r"1,",
-        r"1/",
-        r"1 1/",
-        r"1e",
-        r"1 * 10^",
-        r"¥1",
-        r"\boxed{",
-        r"\frac{1",
-        r"\text{",
-        r"~",
-        r"18 a",
-        r"年",
-        r"1 billion ",
-        r"^{",
-        r"٣",
-        r"1\!",
-        r"'",
-        r"10⁸",
-        r".",
-    ]
-    for piece in [*pieces, "\n "]:
+    pieces = r"1 | 1,111 | 1, | 1/ | 1 1/ | 1e | 1 * 10^ | ¥1 | \boxed{ | \frac{1 | \text{ | ~ | 18 a | 年 | ^{ | ٣"
+    pieces += r" | 1\! | ' | 10⁸ | ."
+    for piece in [*pieces.split(" | "), "1 billion ", "\n "]:
         started = time.process_time()
         find_last_number(piece * 10_000 + "x")
         assert parse_number(piece * 10_000 + "x") is None
