@@ -1,7 +1,7 @@
 """`report.html` of a run: the outcome, its reasons, the completions. `templates/report.html.jinja` has the text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rloo_kit.results.evaluation import (
     says_nothing,
     shared_measures,
 )
-from rloo_kit.results.pages import Table, format_count, format_duration, make_page
+from rloo_kit.results.pages import Table, make_page
 from rloo_kit.results.plots import (
     budget_chart,
     choose_curves,
@@ -37,36 +37,11 @@ from rloo_kit.results.plots import (
     tokens_generated,
 )
 from rloo_kit.results.samples import sample_rollouts
-from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, record_verdict
+from rloo_kit.results.verdict import TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.versions import installed_versions
-
-FILES = {
-    "adapter": "the trained adapter; load it with model.adapter",
-    "best": "the adapter of the best evaluation during training",
-    "config.yaml": "the resolved configuration",
-    "versions.json": "versions and git revision",
-    "status.json": "how the run ended",
-    "metrics.jsonl": "one row of metrics per step",
-    "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",
-    "rollouts": "every completion with its ids, rewards and advantage, one file a step",
-    "inputs.json": "digests of the rows, the rewards' sources and the base's weights",
-    "prompts.json": "the training prompts selected by pass rate",
-    "evaluations.jsonl": "the evaluations during training",
-    "before.json": "the evaluation before training",
-    "after.json": "the evaluation after training",
-    "memory.json": "peak memory, planned and measured",
-    "checkpoints": "what --resume continues from",
-}
-KINDS = {"rloo": "RLOO", "sft": "Supervised"}
-ENDS = {
-    "interrupted": "The run was interrupted",
-    "no signal": "The run stopped: no learning signal",
-    EARLY: "The run stopped early, because there was no new best (eval.patience)",
-}
-
 
 def write_report(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
@@ -92,36 +67,24 @@ def write_report(
     kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
     counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
-    findings, lasting = [], {one.name for one in result.lasting}
-    for one in result.findings:
-        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
-        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        findings.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
     page = make_page(
         "report.html.jinja",
         data={
             "prompts": changes.prompts,
             "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
         },
-        title=f"{run.name} - {KINDS[result.method]} run",
-        kind=KINDS[result.method],
-        name=run.name,
-        day=str(recorded.get("written") or "")[:10],
+        run=run,
+        result=result,
+        status=status,
+        recorded=recorded,
         verdict=verdict,
         tiles=_tiles(before, after),
-        settings=_settings(run, result, status, recorded),
-        result=result,
-        ends=ENDS,
-        commands={
-            "Made by": [command] if isinstance(command := status.get("command"), str) and command else [],
-            "Use it" if verdict.kind == "learnt" else "Look closer": verdict.commands,
-        },
+        tokens=tokens_generated(result.metrics),
         curves=curves,
         constant=constant,
         steps_logged=len(in_order(result.metrics)),
         time=split_time(result.metrics),
-        health=Table("Health findings", head, findings, ids=[f"finding-{one.name}" for one in result.findings]),
+        health=_health(result),
         measures=Table(
             "Evaluations before and after training",
             ("measure [95 % interval]", *sides),
@@ -140,7 +103,6 @@ def write_report(
         config=run.to_yaml(),
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,
-        files={name: what for name, what in FILES.items() if (folder / name).exists()},
     )
     record_verdict(folder, verdict)
     with saving(folder / "report.html"):
@@ -187,25 +149,15 @@ def _number(value: float | None, is_share: bool) -> str:
     return f"{100 * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def _settings(
-    run: RunConfig, result: TrainResult, status: Mapping[str, Any], recorded: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The facts a reader needs first: model, data, machine and the most important keys."""
-    is_rloo = result.method == "rloo"
-    tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
-    return {
-        "model": run.model.name,
-        "data": " + ".join(run.data.all_sources) if is_rloo else run.sft.source or run.data.source,
-        "rewards": ", ".join(entry.name for entry in run.rewards) or run.rloo.environment if is_rloo else None,
-        "hardware": recorded.get("machine"),
-        "steps": f"{result.steps:,}",
-        "K, completions per prompt": run.rloo.num_generations if is_rloo else None,
-        "learning rate": f"{(run.rloo if is_rloo else run.sft).learning_rate:g}",
-        "seed": run.run.seed,
-        "tokens generated": format_count(tokens) if tokens else None,
-        "training time": format_duration(result.seconds) if result.seconds else None,
-        "energy": f"{energy:,.1f} Wh" if isinstance(energy, int | float) else None,
-    }
+def _health(result: TrainResult) -> Table:
+    """Each finding with its steps."""
+    rows, lasting = [], {finding.name for finding in result.lasting}
+    for one in result.findings:
+        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
+        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
+        rows.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
+    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+    return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 
 
 def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:
