@@ -17,6 +17,7 @@ from rloo_kit.results.evaluation import (
     digest_prompt,
     is_thinking,
     name_of,
+    named_sides,
     number_repeats,
     pair_samples,
     rewards_differ,
@@ -236,8 +237,8 @@ def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, 
 def _prompts(
     before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
-    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    pairs = pair_samples(**{name: replace(one, samples=one.all_samples) for name, one in sides.items()})
+    sides = named_sides(before, after)
+    pairs = pair_samples(**{name: replace(side, samples=side.all_samples) for name, side in sides.items()})
     texts = [_texts(sample) for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []

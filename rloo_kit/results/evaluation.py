@@ -290,6 +290,11 @@ class Evaluation:
         return render_text(self)
 
 
+def named_sides(before: Evaluation | None, after: Evaluation | None) -> dict[str, Evaluation]:
+    """Those that were measured, by "before" and "after"."""
+    return {name: side for name, side in (("before", before), ("after", after)) if side is not None}
+
+
 def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:
     """Those of MEASURES that every evaluation has, the deciding one first: the reward if it leads in any of them."""
     measured = [side for side in sides if side is not None]

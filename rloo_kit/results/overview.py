@@ -14,7 +14,7 @@ from rloo_kit.health.rules import Context
 from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
-from rloo_kit.results.evaluation import Evaluation, merge_rows
+from rloo_kit.results.evaluation import Evaluation, merge_rows, named_sides
 from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
@@ -63,8 +63,7 @@ class RunOverview:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         found: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
-        sides = {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}
-        found["accuracy"] = {name: _brief(one) for name, one in sides.items()}
+        found["accuracy"] = {name: _brief(side) for name, side in named_sides(self.before, self.after).items()}
         if self.comparison is not None:
             one = self.comparison
             found["measure"] = one.leading
@@ -86,7 +85,7 @@ class RunOverview:
         if self.status.get("error"):
             verdict.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
         parts: list[Any] = [Text(head, style="bold"), verdict]
-        if sides := {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}:
+        if sides := named_sides(self.before, self.after):
             table = Table("held-out", box=None, pad_edge=False)
             for name in sides:
                 table.add_column(name, justify="right")

@@ -22,6 +22,7 @@ from rloo_kit.results.evaluation import (
     Evaluation,
     merge_rows,
     name_of,
+    named_sides,
     says_nothing,
     shared_measures,
 )
@@ -43,6 +44,7 @@ from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.versions import installed_versions
 
+
 def write_report(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Path:
@@ -51,7 +53,7 @@ def write_report(
     folder = Path(result.folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(folder)
-    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
+    sides = named_sides(before, after)
     for name, evaluation in sides.items():
         run_dir.write_json(f"{name}.json", evaluation.to_dict())
     status, recorded = (read_object(folder / name) for name in ("status.json", "versions.json"))

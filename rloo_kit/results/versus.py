@@ -14,13 +14,12 @@ from rich.text import Text
 
 from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.series import logged
 from rloo_kit.results.changes import Change, HeldOut, change_of, parse_evaluations, read_evaluations
-from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures
+from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, setting_differences, shared_measures
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import TONES, Cell, format_duration, make_page
 from rloo_kit.results.pages import Table as PageTable
-from rloo_kit.results.plots import COLORS, Chart, Drawing, Point, draw_chart, measured_points, signal_shares
+from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_points, points_of, signal_shares
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.find import find_run
@@ -85,10 +84,9 @@ class RunComparison:
         for one in self.runs:
             found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
             found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
-            for when, side in (("before", one.before), ("after", one.after)):
-                if side is not None:
-                    found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
-                    found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            for when, side in named_sides(one.before, one.after).items():
+                found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
+                found[when]["thinking_tokens"] = side.mean_thinking_tokens
             lead = None if one.lead is None else one.lead.to_dict()
             changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
             runs.append(found | {"lead": lead, "word": one.word, "changed": changed})
@@ -270,8 +268,7 @@ def _curves(runs: Sequence[Contestant]) -> list[Drawing]:
         Chart(f"Held-out {name_of(measure, *(one.after for one in runs))}", held_out, form, dots=True, alike=True)
     ]
     for title, form, metric in PANELS:
-        points = {one.name: [Point(*found) for found in logged(one.result.metrics, metric)] for one in runs}
-        if not metric:
-            points = {one.name: signal_shares(one.result.metrics) for one in runs}
+        logs = {one.name: one.result.metrics for one in runs}
+        points = {name: points_of(rows, metric) if metric else signal_shares(rows) for name, rows in logs.items()}
         charts.append(Chart(title, points, form, alike=True))
     return [draw_chart(chart) for chart in charts if len(set(chart.values)) > 1]
