@@ -10,7 +10,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.export.export import export_model, find_base
+from rloo_kit.export.export import find_base
 from rloo_kit.models.embedded import build, name_built
 from rloo_kit.models.policy import trained_run
 from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
@@ -104,11 +104,3 @@ def test_a_gguf_file_is_no_policy(tmp_path: Path, make_export: Callable[..., Pat
     for source in (folder, folder / "sums-f16.gguf"):
         with pytest.raises(ConfigError, match="llama-cli -m .*sums-f16.gguf.*ollama create NAME -f Modelfile"):
             trained_run(source)
-
-
-@pytest.mark.parametrize("output", ["file/x", "file/x/y"])
-def test_an_output_below_a_file_is_refused_at_once(tmp_path: Path, output: str) -> None:
-    write_run(tmp_path / "sums", data="embedded/addition")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is not a folder"):
-        export_model(tmp_path / "sums", "merged", output=tmp_path / output)

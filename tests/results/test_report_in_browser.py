@@ -207,16 +207,3 @@ def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None
     browser.run("document.querySelector('#details summary').focus()")
     browser.press("Enter", 13)
     assert browser.run("document.querySelector('#details details').open") is True
-
-
-def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -> None:
-    """A mail preview runs no scripts: verdict, numbers, curves and tables are in the file itself."""
-    browser.view(WIDE)
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        browser.open(report)
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert count(browser, "noscript p") == 2 and "JavaScript" in text_of(browser, "main")
-    assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 12
-    assert count(browser, "#prompts table") == 1 and count(browser, "#prompt-browser *") == 0
