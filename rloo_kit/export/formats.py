@@ -66,17 +66,12 @@ def public_name(name: str) -> str:
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:
-    """The text of the card.
-
-    Args:
-        run: as trained, with its folder. target: adapter, merged, gguf or vllm.
-        base: name of the base model. verdict: lines of the certificate.
-        loading: what the snippet of this target names, see `card.md.jinja`.
-    """
+    """The text of the card; `loading`: what the snippet of this target names, see `card.md.jinja`."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"cell": _cell, "quote": quote, "g": "{:g}".format}
+    environment.filters |= {"quote": quote, "g": "{:g}".format}
+    environment.filters["cell"] = lambda value: " ".join(str(value).replace("|", "\\|").split())  # of a table
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
     rloo, status = run.rloo, read_object(run.folder / "status.json")
     before, after = (load_evaluation(run, when) for when in ("before", "after"))
@@ -115,11 +110,6 @@ def _front_matter(run: RunConfig, target: str, base: str) -> str:
     method = (name_method(dict(run.rloo)) or "policy gradient").lower().replace(". ", "-").replace(" ", "-")
     found["tags"] = [method, "reinforcement-learning", "trl", "rloo-kit", *(["lora"] if run.model.lora else [])]
     return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
-
-
-def _cell(value: Any) -> str:
-    """A value escaped for a table cell."""
-    return " ".join(str(value).replace("|", "\\|").split())
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -167,17 +157,6 @@ class Written:
     request: dict[str, Any] = field(default_factory=dict)
 
 
-def name_base(base: str) -> tuple[str, bool]:
-    """The name of the base in a published adapter, and whether the adapter's folder includes the base.
-
-    A hub id stays, even if the model came from the hub's cache. The embedded model is not on the hub, so its folder
-    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder is named by the last part of its path.
-    """
-    if (found := hub_id(base)) is not None:
-        return found, False
-    return Path(base).name, Path(base).resolve().parent == cache_folder().resolve()
-
-
 def digest(file: Path) -> str:
     """SHA-256 of a file."""
     with open(file, "rb") as opened:
@@ -199,7 +178,9 @@ def write_adapter(job: Job) -> Written:
     for file in sorted(saved.iterdir()):
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
             shutil.copyfile(file, job.staged / file.name)
-    name, included = name_base(job.base)
+    # The embedded model is not on the hub, so its folder (2 MB, or 83 MB with Qwen3's vocabulary) is included.
+    name = hub_id(job.base) or Path(job.base).name
+    included = hub_id(job.base) is None and Path(job.base).resolve().parent == cache_folder().resolve()
     settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = name
     write_json(job.staged / ADAPTER_CONFIG, settings)

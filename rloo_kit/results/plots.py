@@ -5,7 +5,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -15,6 +15,7 @@ from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
 from rloo_kit.health.series import Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, says_nothing
+from rloo_kit.results.intervals import Measured
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
@@ -191,23 +192,13 @@ def draw_chart(chart: Chart) -> Drawing:
     )  # fmt: skip
 
 
-def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top: float) -> list[tuple[str, ...]]:
-    """Values with their intervals on a scale from 0 to `top`; what is beyond it is drawn at its end.
+def draw_bar(shares: Mapping[str, Measured]) -> list[tuple[str, ...]]:
+    """Class of the style, dot, left and right end of each share, by class, in the bar's viewBox."""
 
-    Args:
-        parts: class of the style, value, low and high (None without an interval).
+    def x(share: float) -> str:
+        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
 
-    Returns:
-        class, dot, left and right end of each, in the bar's viewBox.
-    """
-
-    def x(value: float) -> str:
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(value / top, 0.0), 1.0):.1f}"
-
-    return [
-        (kind, x(value), x(value if low is None else low), x(value if high is None else high))
-        for kind, value, low, high in parts
-    ]
+    return [(kind, *map(x, measured.ends)) for kind, measured in shares.items()]
 
 
 def describe_chart(chart: Chart) -> str:

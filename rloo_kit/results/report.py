@@ -125,22 +125,20 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
     names.append(THINKING)
     tiles = []
     for name, title in titles.items():
-        values = [
-            None if one is None else one.value(name) if name in names else getattr(one, name) for one in (before, after)
-        ]
+        values = [None if side is None else getattr(side, name, side.value(name)) for side in (before, after)]
         if values == [None, None]:
             continue
         is_share = name in (*SHARES, "closed_share", "forced_share")
+        factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
         old, new = (_number(value, is_share) for value in values)
         tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
         change = None if before is None or after is None or name not in names else change_of(name, before, after)
         if change is not None:
-            factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
-            value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)
-            tile["change"] = f"{value}{unit}" + (f" [{', '.join(interval)}]" if len(interval) == 2 else "")
+            value, low, high = (f"{factor * end:+.{digits}f}" for end in change.difference.ends)
+            tile["change"] = f"{value}{unit} [{low}, {high}]"
         if name in SHARES:
-            found = [(kind, one.measure(name)) for kind, one in (("s0", before), ("s1", after)) if one is not None]
-            tile["bar"] = draw_bar([(kind, *one.ends) for kind, one in found if one is not None], 1)
+            measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
+            tile["bar"] = draw_bar({kind: share for kind, share in measured.items() if share is not None})
         tiles.append(tile)
     return tiles
 
