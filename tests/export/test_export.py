@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -338,30 +339,15 @@ def test_what_is_refused_beforehand(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-class Hub:
-    """In place of the hub's client; `refused` is the error of its upload."""
-
-    asked: list[Any]
-    refused: Exception | None = None
-
-    def create_repo(self, repo: str, exist_ok: bool) -> str:
-        self.asked.append((repo, exist_ok))
-        return f"https://hub/{repo}"
-
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self.asked.append((repo_id, folder_path, commit_message))
-        if self.refused is not None:
-            raise self.refused
-
-
 def test_the_folder_is_pushed_in_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused push leaves the export, and says how to go on."""
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
-    monkeypatch.setattr(exporting, "HfApi", Hub)
+    hub = Mock(**{"create_repo.return_value": "https://hub/someone/sums"})
+    monkeypatch.setattr(exporting, "HfApi", lambda: hub)
     assert exporting.push_folder(tmp_path, "someone/sums", "sums: gguf") == "https://hub/someone/sums"
-    assert Hub.asked == [("someone/sums", True), ("someone/sums", tmp_path, "sums: gguf")]
+    hub.create_repo.assert_called_once_with("someone/sums", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(repo_id="someone/sums", folder_path=tmp_path, commit_message="sums: gguf")
     for error in (ValueError("Invalid user token."), OSError("Network is unreachable")):
-        monkeypatch.setattr(Hub, "refused", error)
+        hub.upload_folder.side_effect = error
         with pytest.raises(ExportError, match=r"complete in .*HF_TOKEN.*hf upload someone/sums ") as caught:
             exporting.push_folder(tmp_path, "someone/sums", "sums: gguf")
         assert str(error) in str(caught.value) and caught.value.__suppress_context__

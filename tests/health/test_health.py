@@ -152,11 +152,15 @@ def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[st
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
-    """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
+    """A rule without a key cannot be set to stop or off; one without a test case may never fire, and one that no page
+    explains has to be looked up in the source."""
     assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
     assert set(RULES) == {case[0] for case in CASES}
     assert all(set(rule.follows) <= set(RULES) - {rule.name} for rule in RULES.values())
     assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert [name for name in RULES if f"| `{name}` |" not in text] == []
+    assert {limits.rule for limits in RANGES} - {""} <= set(RULES)
 
 
 def learnt() -> list[dict[str, Any]]:
@@ -334,10 +338,3 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
     assert judge(rows, last=len(rows))[0].level == "alarming"
     assert judge([]) == [] and judge([{"kl": True}]) == []
     assert judge([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"
-
-
-def test_the_page_of_runs_has_every_rule() -> None:
-    """A warning that no page explains has to be looked up in the source."""
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    assert [name for name in RULES if f"| `{name}` |" not in text] == []
-    assert {one.rule for one in RANGES} - {""} <= set(RULES)

@@ -35,22 +35,6 @@ def test_completions_of_a_prompt_are_no_independent_trials() -> None:
     assert (independent.high - independent.low) == pytest.approx(as_trials.high - as_trials.low, rel=0.1)
 
 
-def test_interval_of_a_mean_reward() -> None:
-    """Student's t over the prompts left the reward's range (0.9 to 1.1 for a share), was open for one prompt and had no
-    width where all earn the same. Rewards of 0 and 1 keep Wilson's and Bonett and Price's, to the last bit."""
-    values = [0.5, -1.0, 2.0, 3.5]
-    padded = [*values, -1.0, 3.5]
-    half = 1.959964 * statistics.pstdev(padded) / math.sqrt(6)
-    assert mean_of_prompts(values, 1).ends == pytest.approx((1.25, 1.25 - half, 1.25 + half), rel=1e-6)
-    assert mean_of_prompts([0.5, 1.0, 0.0], 2) == clustered([0.5, 1.0, 0.0], 2)
-    assert mean_of_prompts([0.5, 1.0, 0.0], 1) != clustered([0.5, 1.0, 0.0], 1)
-    for equal in ([0.3], [0.3] * 5, [1.0, 0.9], [0.02, 0.02], [2.5] * 5, [-0.2] * 200, [0.12] * 9, [-0.5, 0.9]):
-        low, high = min(0, *equal), max(0, *equal)
-        found = mean_of_prompts(equal, 1)
-        assert found.low < found.value < found.high or 2.5 == found.value == found.high > found.low
-        assert (0 if low == 0 else min(low, -1)) <= found.low and found.high <= (0 if high == 0 else max(high, 1))
-
-
 def test_an_equal_change_of_two_prompts_is_no_certainty() -> None:
     """Two prompts that rose by 0.2 each gave +0.200 [+0.200, +0.200] and the verdict "learnt". The unit of the reward
     decides nothing: as points out of 100, or as hundredths, the same change has the same interval in that unit."""

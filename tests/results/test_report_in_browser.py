@@ -94,6 +94,12 @@ def choose(browser: Browser, place: str, label: str, value: str) -> None:
     assert found, label
 
 
+def open_rollout(browser: Browser) -> None:
+    """Open the first rollout that is listed."""
+    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+
+
 def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) -> None:
     """The page's policy forbids requests, so an attempt would be a message on the console."""
     assert page.messages == [] and page.requests == [report.as_uri()]
@@ -162,12 +168,10 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
     choose(browser, "rollout-browser", "Step", "")
     choose(browser, "rollout-browser", "Show", "truncated")
     assert text_of(browser, "#rollout-browser .count") == "1 of 1 rollouts"
-    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(browser)
     assert "<script>alerted=1</script>" in text_of(browser, "#rollout-browser .body")
     choose(browser, "rollout-browser", "Show", "forced")
-    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(browser)
     assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
 
 
@@ -176,8 +180,7 @@ def test_the_turns_of_an_episode_are_shown_in_order(page: Browser) -> None:
     write it as an argument."""
     choose(page, "rollout-browser", "Show", "failed")
     assert text_of(page, "#rollout-browser .count") == "1 of 1 rollouts"
-    page.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    page.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(page)
     body = text_of(page, "#rollout-browser .body")
     parts = ["hm", 'call look_up(word="</pre><script>', "result </pre><script>", "sum 3", "tool calls: 1"]
     assert [body.index(part) for part in parts] == sorted(body.index(part) for part in parts)

@@ -214,10 +214,16 @@ def write_evaluation(folder: Path, right: int, digest: str = "same", name: str =
 
 
 def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
-    """A difference is given with its interval and the keys that differ; one within the interval counts as none."""
+    """A difference is given with its interval and the keys that differ; one within the interval counts as none. Where
+    they do not compare, training rewards do not take the place: they would compare prompts."""
     a = make_run(make_rows())
     b = make_run(make_rows(), "finished", ("run.name=b", "rloo.learning_rate=0.01", "model.lora.r=8"))
     write_evaluation(a, 50)
+    assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, temperature=0.5)
+    assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, digest="other")
+    assert "measured on different prompts" in call_json(a, b)[1]["sentence"]
     for right, words in (
         (52, "b and made do not differ significantly"),
         (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
@@ -232,17 +238,6 @@ def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
     assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, 0.8)
     printed = " ".join(call(a, b)[1].split())
     assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
-
-
-def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None:
-    """Comparing training rewards instead would compare prompts."""
-    a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
-    write_evaluation(a, 50)
-    assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]
-    write_evaluation(b, 80, temperature=0.5)
-    assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
-    write_evaluation(b, 80, digest="other")
-    assert "measured on different prompts" in call_json(a, b)[1]["sentence"]
 
 
 def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_path: Path) -> None:
