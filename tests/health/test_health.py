@@ -35,12 +35,7 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
-def make_context(
-    modes: dict[str, str] | None = None,
-    patience: int = 3,
-    weights: dict[str, float] | None = None,
-    **rloo: Any,
-) -> Context:
+def make_context(modes: Any = None, patience: int = 3, weights: Any = None, **rloo: Any) -> Context:
     return Context(RLOO | rloo, modes or {}, patience, weights or {})
 
 

@@ -69,25 +69,25 @@ def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) 
         assert f"{seconds:.0f} s, 50 of them" in said and "timed just now" in said, "a busy machine is slower"
 
 
-def problem(run: RunConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(planner, "find_machine", lambda *_: machine)
-    return find_machine_problem(run)
-
-
 def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 4B model was downloaded to a laptop before anything said that it cannot train it."""
+
+    def problem(run: RunConfig, machine: Machine) -> Any:
+        monkeypatch.setattr(planner, "find_machine", lambda *_: machine)
+        return find_machine_problem(run)
+
     laptop = Machine("the CPU", 16.0, 0.3, False)
-    found = problem(load_config(THINKING), laptop, monkeypatch)
+    found = problem(load_config(THINKING), laptop)
     assert "No GPU" in found.found and ON_CPU in found.fix and "--gpu-gib" in found.fix
     gpu = Machine("a GPU", 11.2, 0.8, True)
-    assert problem(load_config(THINKING), gpu, monkeypatch) is None
-    assert problem(load_config(SMALL), laptop, monkeypatch) is None
+    assert problem(load_config(THINKING), gpu) is None
+    assert problem(load_config(SMALL), laptop) is None
     wanted = load_config(THINKING, "rollout.rows=16")
-    found = problem(wanted, gpu, monkeypatch)
+    found = problem(wanted, gpu)
     assert "does not fit" in found.found and found.fix == "set rollout.rows=8" and found.level == "warning"
-    found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True), monkeypatch)
+    found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True))
     assert found.level == "error" and "larger GPU" in found.fix
-    assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop, monkeypatch) is None
+    assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop) is None
 
 
 def test_the_configs_that_are_named_exist() -> None:

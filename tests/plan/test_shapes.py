@@ -39,20 +39,13 @@ def work_of(shape: ModelShape, **changes: Any) -> Workload:
 
 
 def make_model(kind: str, **changes: Any) -> Any:
-    from transformers import (
-        Qwen3_5ForCausalLM,
-        Qwen3_5TextConfig,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-    )
+    import transformers as of
 
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES | {"head_dim": 32} | changes))
+        return of.Qwen3ForCausalLM(of.Qwen3Config(**SIZES | {"head_dim": 32} | changes))
     if kind == "smollm3":
-        return SmolLM3ForCausalLM(SmolLM3Config(**SIZES | {"pad_token_id": None} | changes))
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | DELTA | changes))
+        return of.SmolLM3ForCausalLM(of.SmolLM3Config(**SIZES | {"pad_token_id": None} | changes))
+    return of.Qwen3_5ForCausalLM(of.Qwen3_5TextConfig(**SIZES | DELTA | changes))
 
 
 def cache_bytes(cache: Any) -> int:

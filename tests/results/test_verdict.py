@@ -132,11 +132,9 @@ def test_few_prompts_widen_the_margin_which_is_said(run: RunConfig) -> None:
     stood next to an interval from -4.3."""
 
     def side(count: int, wrong: range, tokens: float) -> Evaluation:
-        found = Evaluation("", count, 1, 1.0, 64, prompts_digest="same", forced_share=0.6)
-        lengths = mean_of([tokens + number % 3 for number in range(count)])
-        return replace(
-            found, measures={"accuracy": mean_of([float(n not in wrong) for n in range(count)]), THINKING: lengths}
-        )
+        right = mean_of([float(number not in wrong) for number in range(count)])
+        measures = {"accuracy": right, THINKING: mean_of([tokens + number % 3 for number in range(count)])}
+        return Evaluation("", count, 1, 1.0, 64, measures, prompts_digest="same", forced_share=0.6)
 
     verdicts = [
         judge_run(run, result(run), side(count, range(14), 900), side(count, range(shift, shift + 14), 300))
