@@ -10,17 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo_kit.health.series import (
-    CLIPPED,
-    CLOSED,
-    ENTROPY,
-    EQUAL_REWARDS,
-    GAP,
-    KL,
-    TIED,
-    Series,
-    at_ceiling,
-)
+from rloo_kit.health.series import CLIPPED, CLOSED, ENTROPY, EQUAL_REWARDS, GAP, KL, TIED, Series, at_ceiling
 from rloo_kit.system.problems import Problem
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
@@ -60,10 +50,8 @@ class Context:
     def on_policy(self) -> bool:
         """Whether a rollout is used up before the next optimizer step."""
         accumulation = self.rloo.get("gradient_accumulation_steps", 1)
-        return (
-            self.rloo.get("num_iterations", 1) == 1
-            and (self.rloo.get("steps_per_generation") or accumulation) <= accumulation
-        )
+        steps = self.rloo.get("steps_per_generation") or accumulation
+        return self.rloo.get("num_iterations", 1) == 1 and steps <= accumulation
 
 
 class Evidence(NamedTuple):
@@ -406,7 +394,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     if len(seen.all(name)) < 10 or not now or begun <= 0:
         return None
     cut, cut_first = mean(last_of(seen, clipped, 5)), mean(seen.first(clipped, 5) or [0.0])
-    into_limit = mean(now) >= 1.5 * begun and cut > (CLIPPED.high or 1) >= cut_first
+    into_limit = mean(now) >= 1.5 * begun and cut > CLIPPED.high >= cut_first
     answers = answer_metric(seen, context)
     for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
     if not into_limit and not for_nothing:
@@ -448,7 +436,7 @@ def length_collapse(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "truncation", "length_explosion"),
 )  # fmt: skip
 def never_closed(seen: Series, context: Context) -> Evidence | None:
-    name, least = "thinking/closed_ratio", CLOSED.alarm_low or 0
+    name, least = "thinking/closed_ratio", CLOSED.alarm_low
     now, begun = seen.last(name, 5), mean(seen.first(name, 3) or [0.0])
     if not now:
         return None
@@ -504,19 +492,17 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
     whole = ends("reward")
     if whole is None or whole[1] < whole[0]:
         return ""
-    parts = [name for name in seen.names() if REWARD_MEAN.fullmatch(name) and name != answers]
     risers = []
-    for name in ["reward", *parts]:
-        if (both := ends(name)) is None:
+    for name in seen.names():
+        if name == answers or (name != "reward" and not REWARD_MEAN.fullmatch(name)) or (both := ends(name)) is None:
             continue
+        word = "the reward" if name == "reward" else name.split("/")[1]
         spread = "reward_std" if name == "reward" else f"{name.removesuffix('mean')}std"
         change, unit = both[1] - both[0], seen.mean_around(spread, at, 5) or 0.0
         if change > 4 * seen.noise(name) * (2 / 5) ** 0.5 and change > 0.5 * unit:
-            risers.append((change / max(unit, EQUAL_REWARDS), name, both))
-    if not risers:
-        return ""
-    _, name, (old, new) = max(risers)
-    return f"{'the reward' if name == 'reward' else name.split('/')[1]} rose from {old:.3g} to {new:.3g}"
+            text = f"{word} rose from {both[0]:.3g} to {both[1]:.3g}"
+            risers.append((change / max(unit, EQUAL_REWARDS), name, text))
+    return max(risers)[-1] if risers else ""
 
 
 @rule(

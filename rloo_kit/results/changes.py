@@ -68,9 +68,9 @@ class Change:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers for JSON; `low` and `high` are of the difference, `value`."""
-        found: dict[str, Any] = {"measure": self.measure, "before": self.before.value, "after": self.after.value}
-        found |= dict(zip(("value", "low", "high"), self.difference.ends, strict=True))
-        return found | {"prompts": self.difference.count, "name": self.name}
+        sides = {"measure": self.measure, "before": self.before.value, "after": self.after.value}
+        difference = dict(zip(("value", "low", "high"), self.difference.ends, strict=True))
+        return sides | difference | {"prompts": self.difference.count, "name": self.name}
 
     def __str__(self) -> str:
         """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
@@ -107,9 +107,8 @@ def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | N
         return None
     both = list(pair_means(before, after, measure).values())
     if both and old.low != old.high:  # else it is so by definition: the win rate before training
-        is_one = measure.startswith(("greedy", "win"))
-        sizes = [1, 1] if is_one else [before.num_samples, after.num_samples]
-        first, second = [a for a, _ in both], [b for _, b in both]
+        sizes = [1, 1] if measure.startswith(("greedy", "win")) else [before.num_samples, after.num_samples]
+        first, second = zip(*both, strict=True)
         old, new = mean_of_prompts(first, sizes[0]), mean_of_prompts(second, sizes[1])
         difference = paired_difference(first, second, math.lcm(*sizes))
     else:
@@ -210,13 +209,13 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
     kinds: dict[Any, str] = {}
     if before is not None and after is not None:
         shared = [name for name in shared_measures(before, after) if name != "win_rate"]
-        by_reward = "reward" in shared[:1]
-        leading, greedy = ("reward", "greedy reward") if by_reward else ("accuracy", "greedy")
+        leading, greedy, sampled = "accuracy", "greedy", f"temperature {after.temperature:g}"
+        if "reward" in shared[:1]:
+            leading, greedy, sampled = "reward", "greedy reward", "reward"
         kinds = _kinds(before, after, leading)
-        sampled = "reward" if by_reward else f"temperature {after.temperature:g}"
-        for title, one in ((greedy, _kinds(before, after, f"greedy_{leading}")), (sampled, kinds)):
-            if found := Counter(one.values()):
-                counts[title] = {kind: found[kind] for kind in KINDS if kind in found}
+        for title, by_prompt in ((greedy, _kinds(before, after, f"greedy_{leading}")), (sampled, kinds)):
+            if numbers := Counter(by_prompt.values()):
+                counts[title] = {kind: numbers[kind] for kind in KINDS if kind in numbers}
     return Changes(counts, _prompts(before, after, kinds), max(one.num_prompts for one in measured))
 
 
@@ -246,18 +245,17 @@ def _prompts(
         last = list(pair.samples.values())[-1]
         kind = kinds.get(key) or {True: "right", False: "wrong"}.get(last["correct"])
         entry: dict[str, Any] = {"prompt": plain(pair.prompt), "kind": kind}
-        if pair.gold is not None:
-            entry["gold"] = show_text(pair.gold)
+        entry |= {} if pair.gold is None else {"gold": show_text(pair.gold)}
         for name, sample in pair.samples.items():
             *steps, thinking, answer = map(show_text, cut_parts(_texts(sample), limit))
-            entry[name] = {"answer": answer, "correct": sample["correct"], "notes": describe_sample(sample)}
+            notes = describe_sample(sample)
             if sample["correct"] is None and sample.get("reward") is not None:
-                entry[name]["notes"] = f"reward {sample['reward']:.3g}, {entry[name]['notes']}"
+                notes = f"reward {sample['reward']:.3g}, {notes}"
+            entry[name] = {"answer": answer, "correct": sample["correct"], "notes": notes}
             if is_thinking(sample):
                 entry[name]["thinking"] = thinking
             if steps:
-                named = zip(list_steps(sample["turns"]), steps, strict=True)
-                entry[name]["steps"] = [(step, text) for (step, _), text in named]
+                entry[name]["steps"] = list(zip((kind for kind, _ in list_steps(sample["turns"])), steps, strict=True))
         found.append(entry)
     order = {kind: place for place, kind in enumerate(KINDS)}
     return sorted(found, key=lambda entry: order.get(entry["kind"], len(order)))

@@ -237,20 +237,17 @@ class Evaluation:
             rest.append(("the judge agrees in both orders", f"{self.judge_agreement:.1%}"))
         by_answers = self.leading == "accuracy"
         rows = [*answers, *rewards, *rest] if by_answers else [*rewards, *answers, *rest]
-        if self.closed_share is not None:
-            rows.append(("thinking closed", f"{self.closed_share:.1%}"))
-        if self.forced_share is not None:
-            rows.append((f"closed by the budget of {self.thinking_budget}", f"{self.forced_share:.1%}"))
+        closed = {"thinking closed": self.closed_share}
+        closed[f"closed by the budget of {self.thinking_budget}"] = self.forced_share
+        rows += [(title, f"{share:.1%}") for title, share in closed.items() if share is not None]
         if (thinking := self.measure(THINKING)) is not None:
             rows.append(("thinking tokens", f"{thinking:.1f}"))
         rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
         rows.append(("tokens per completion", f"{self.mean_tokens:.1f}"))
         rows += [(title, f"{self.tools[name]:{form}}") for name, (title, form) in TOOLS.items() if name in self.tools]
-        if self.unscored:
-            rows.append(("could not be judged, counted as wrong", str(self.unscored)))
-        if self.reward_unscored:
-            rows.append(("without a reward, excluded from its mean", str(self.reward_unscored)))
-        return rows
+        unscored = {"could not be judged, counted as wrong": self.unscored}
+        unscored["without a reward, excluded from its mean"] = self.reward_unscored
+        return rows + [(title, str(number)) for title, number in unscored.items() if number]
 
     def describe(self) -> str:
         """The main measures on one line, for a run's output; `rows` has all of them."""

@@ -30,9 +30,8 @@ Segments = list[list[Any]]  # texts, each with whether the budget forced it
 def plain(prompt: Any) -> str:
     """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format."""
     if isinstance(prompt, list):
-        return show_text(
-            "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict))
-        )
+        turns = (f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
+        return show_text("\n".join(turns))
     return show_text(plain_prompt(str(prompt)))
 
 
@@ -213,21 +212,23 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
 
 
 def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    count = len(rows)
-    scored = [row["reward"] for row in rows if row["reward"] is not None]
-    thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
     groups: defaultdict[int, set[Any]] = defaultdict(set)
     for row in rows:
         groups[row["group"]].add(row["reward"])
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
     return {
-        "num_completions": count,
-        "closed_share": sum(row["closed"] and not row["forced"] for row in rows) / count,
-        "forced_share": sum(row["forced"] for row in rows) / count,
-        "truncated_share": sum(row["truncated"] for row in rows) / count,
-        "groups_with_signal_share": sum(len(rewards - {None}) > 1 for rewards in groups.values()) / len(groups),
-        "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
-        "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
-        "mean_reward": sum(scored) / len(scored) if scored else None,
+        "num_completions": len(rows),
+        "closed_share": mean(row["closed"] and not row["forced"] for row in rows),
+        "forced_share": mean(row["forced"] for row in rows),
+        "truncated_share": mean(row["truncated"] for row in rows),
+        "groups_with_signal_share": mean(len(rewards - {None}) > 1 for rewards in groups.values()),
+        "mean_tokens": mean(row["completion_tokens"] for row in rows),
+        "mean_thinking_tokens": mean(row["thinking_tokens"] for row in rows if row["closed"]),
+        "mean_reward": mean(row["reward"] for row in rows),
     }
 
 
@@ -259,18 +260,16 @@ class RolloutSample:
 
     def describe(self) -> str:
         """The selection rule in one or two sentences."""
-        if len(self.rows) == self.total:
-            text = f"All {self.total:,} rollouts."
-        else:
+        text = f"All {self.total:,} rollouts."
+        if len(self.rows) < self.total:
             text = (
                 f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
                 f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
                 "the last truncated ones, the lowest and highest advantages, and the longest. All are in the "
                 "run's folder."
             )
-        return text + (
-            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
-        )
+        cut = f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
+        return text + cut
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
