@@ -286,25 +286,20 @@ class HeldOutHistory:
         patience: evaluations in a row without a new best until `is_over`; None: never.
 
     Attributes:
-        best: the first with the highest mean; None before any was measured.
+        best: the first with the highest mean; value: the newest mean; None before any was measured.
         since: number of evaluations after it.
     """
 
     def __init__(self, measure: str, patience: int | None) -> None:
         self.measure, self.patience = measure, patience
         self.best: HeldOut | None = None
-        self.last: HeldOut | None = None
+        self.value: float | None = None
         self.since = 0
 
     @property
     def is_over(self) -> bool:
         """Whether the patience is exhausted."""
         return self.patience is not None and self.since >= self.patience
-
-    @property
-    def value(self) -> float | None:
-        """The newest mean; None before the first."""
-        return None if self.last is None else self.last.evaluation.value(self.measure)
 
     @property
     def best_value(self) -> float | None:
@@ -317,7 +312,7 @@ class HeldOutHistory:
         value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False
-        self.last = found
+        self.value = value
         if best is None or (value > best if was_best is None else was_best):
             self.best, self.since = found, 0
             return True

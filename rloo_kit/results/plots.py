@@ -391,8 +391,8 @@ def tokens_generated(metrics: Sequence[Row]) -> float:
 def tokens_per_second(metrics: Sequence[Row], after: int = 0) -> float | None:
     """Completion tokens generated per second of `step_time` (rollout, forward, backward) in the steps later than
     `after`: evaluations and saves do not count. None without a rollout."""
-    found = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
-    return sum(tokens for tokens, _ in found) / sum(seconds for _, seconds in found) if found else None
+    sampled = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
+    return sum(tokens for tokens, _ in sampled) / sum(seconds for _, seconds in sampled) if sampled else None
 
 
 @dataclass(frozen=True)
@@ -420,17 +420,17 @@ class StepTime:
 
 def split_time(metrics: Sequence[Row]) -> StepTime | None:
     """Where the time of steps goes whose rows have `time/*`, saves and evaluations included; None without any."""
-    numbers = ({name: one for name, one in row.items() if is_number(one)} for row in ({}, *in_order(metrics)))
+    numbers = ({name: value for name, value in row.items() if is_number(value)} for row in ({}, *in_order(metrics)))
     pairs = pairwise(defaultdict[str, float](float, row) for row in numbers)
-    found = [(row["step"] - before["step"], row["seconds"] - before["seconds"], row) for before, row in pairs]
-    found = [one for one in found if "time/reward_s" in one[-1]]
-    steps = sum(count for count, _, _ in found)
+    spans = [(row["step"] - old["step"], row["seconds"] - old["seconds"], row) for old, row in pairs]
+    spans = [span for span in spans if "time/reward_s" in span[-1]]
+    steps = sum(count for count, _, _ in spans)
     if not steps:
         return None
-    seconds = {name: sum(n * row[f"time/{part}_s"] for n, _, row in found) / steps for name, part in PARTS.items()}
-    seconds["the rest"] = max(0.0, sum(took for _, took, _ in found) / steps - sum(seconds.values()))
-    seconds = {name: one for name, one in seconds.items() if one or name != "evaluation"}
-    speed = {text: [row[name] for _, _, row in found if name in row] for name, text in SPEED.items()}
+    seconds = {name: sum(n * row[f"time/{part}_s"] for n, _, row in spans) / steps for name, part in PARTS.items()}
+    seconds["the rest"] = max(0.0, sum(took for _, took, _ in spans) / steps - sum(seconds.values()))
+    seconds = {name: mean for name, mean in seconds.items() if mean or name != "evaluation"}
+    speed = {text: [row[name] for _, _, row in spans if name in row] for name, text in SPEED.items()}
     return StepTime(seconds, ", ".join(text.format(fmean(values)) for text, values in speed.items() if values))
 
 

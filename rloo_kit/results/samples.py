@@ -312,15 +312,11 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
 def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
     """Each step with its completions grouped by prompt, and whether it is the last."""
     number = itertools.count()
-    before: tuple[int, list[list[dict[str, Any]]]] | None = None
-    for step, batch in itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"]):
-        records = [_record(row, next(number)) for row in batch]
-        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: one["group"])]
-        if before is not None:
-            yield *before, False
-        before = step, groups
-    if before is not None:
-        yield *before, True
+    batches = itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"])
+    steps = ((step, [_record(row, next(number)) for row in batch]) for step, batch in batches)
+    for (step, records), (_, following) in itertools.pairwise(itertools.chain(steps, [(0, [])])):
+        groups = itertools.groupby(records, key=lambda record: record["group"])
+        yield step, [list(group) for _, group in groups], not following
 
 
 def _record(row: dict[str, Any], number: int) -> dict[str, Any]:
