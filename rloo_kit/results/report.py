@@ -61,20 +61,18 @@ def write_report(
     evaluations = read_evaluations(folder, run_dir.id)
     during = parse_evaluations(evaluations)
     measure = evaluations[-1]["measure"] if during else next(iter(shared_measures(before, after)), "accuracy")
-    curves, constant = choose_curves(
-        result.metrics, result.findings, held_out_chart(before, after, during, measure, result.kept_step)
-    )
+    held_out = held_out_chart(before, after, during, measure, result.kept_step)
+    curves, constant = choose_curves(result.metrics, result.findings, held_out)
     budgets = budget_chart(before, after)
+    measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
     kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
     counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
         "report.html.jinja",
-        data={
-            "prompts": changes.prompts,
-            "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
-        },
+        data={"prompts": changes.prompts, "rollouts": shown},
         run=run,
         result=result,
         status=status,
@@ -87,12 +85,7 @@ def write_report(
         steps_logged=len(in_order(result.metrics)),
         time=split_time(result.metrics),
         health=_health(result),
-        measures=Table(
-            "Evaluations before and after training",
-            ("measure [95 % interval]", *sides),
-            merge_rows(*sides.values()),
-            numbers=(1, 2),
-        ),
+        measures=Table("Evaluations before and after training", *measures, numbers=(1, 2)),
         comparison=compare(before, after) if before is not None and after is not None else None,
         last=after or before,
         budgets=None if budgets is None else draw_chart(budgets),
@@ -102,7 +95,6 @@ def write_report(
         during=_during(during, measure, evaluations[-1].get("best_step")) if during else None,
         measure=name_of(measure, *(one.evaluation for one in during)),
         rollouts=rollouts,
-        config=run.to_yaml(),
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,
     )
@@ -112,14 +104,15 @@ def write_report(
 
 
 def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str, Any]]:
-    """Each measure before and after as text, with its change and a bar, the deciding measure first."""
-    sides = [one for one in (before, after) if one is not None]
-    by_reward = any(one.leading == "reward" for one in sides)
-    repeats = all(one.judged_by == EXACT and one.value("accuracy") == one.value("reward") for one in sides)
-    names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
-    if by_reward or any(one.value("reward") != one.value("accuracy") for one in sides):
+    """Each measure before and after, with its change and a bar, the deciding measure first."""
+    sides = list(named_sides(before, after).values())
+    by_reward = any(side.leading == "reward" for side in sides)
+    repeats = [side.value("accuracy") == side.value("reward") for side in sides]
+    is_exact = all(repeats) and all(side.judged_by == EXACT for side in sides)
+    names = [] if says_nothing(*sides) or is_exact else ["accuracy", "greedy_accuracy"]
+    if by_reward or not all(repeats):
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
-    names = [*(["win_rate"] if any(one.measure("win_rate") for one in sides) else []), *names]
+    names = [*(["win_rate"] if any(side.measure("win_rate") for side in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
     titles |= {THINKING: "Thinking tokens", "closed_share": "Thinking closed", "forced_share": "Closed by the budget"}
     names.append(THINKING)
@@ -130,8 +123,7 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
             continue
         is_share = name in (*SHARES, "closed_share", "forced_share")
         factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
-        old, new = (_number(value, is_share) for value in values)
-        tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
+        tile: dict[str, Any] = {"title": title, "sides": values, "is_share": is_share, "change": "", "bar": []}
         change = None if before is None or after is None or name not in names else change_of(name, before, after)
         if change is not None:
             value, low, high = (f"{factor * end:+.{digits}f}" for end in change.difference.ends)
@@ -141,12 +133,6 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
             tile["bar"] = draw_bar({kind: share for kind, share in measured.items() if share is not None})
         tiles.append(tile)
     return tiles
-
-
-def _number(value: float | None, is_share: bool) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _health(result: TrainResult) -> Table:
