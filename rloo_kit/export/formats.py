@@ -30,6 +30,7 @@ from rloo_kit.models.adapters import follow_umask
 from rloo_kit.models.policy import Policy
 from rloo_kit.models.source import write_shards
 from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import named_sides
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.files import read_object, write_json, write_text
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
@@ -70,28 +71,24 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"quote": quote, "g": "{:g}".format}
+    environment.filters |= {"quote": quote, "g": "{:g}".format, "public": public_name}
     environment.filters["cell"] = lambda value: " ".join(str(value).replace("|", "\\|").split())  # of a table
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    rloo, status = run.rloo, read_object(run.folder / "status.json")
-    before, after = (load_evaluation(run, when) for when in ("before", "after"))
-    sides = [one for one in (before, after) if one is not None]
-    old, new = (dict(one.rows(*sides)) if one is not None else {} for one in (before, after))
+    rloo, before, after = run.rloo, load_evaluation(run, "before"), load_evaluation(run, "after")
+    sides = named_sides(before, after)
+    rows = {name: dict(side.rows(*sides.values())) for name, side in sides.items()}
+    old, new = rows.get("before", {}), rows.get("after", {})
     versions = read_object(run.folder / "versions.json").get("versions") or {}
     return template.render(
         front=_front_matter(run, target, base),
         run=run,
-        rloo=rloo,
-        lora=run.model.lora,
         base=base,
         method=describe_method(dict(rloo)),
         ratio=choose_ratio_form(rloo.ratio_form, rloo.kl_form, rloo.token_mean),
-        sources=", ".join(public_name(source) for source in run.data.all_sources),
-        rewards=", ".join(f"{public_name(one.name)} x {one.weight:g}" for one in run.rewards),
         results={name: (old.get(name, ""), new.get(name, "")) for name in old | new},
         change=compare(before, after) if before is not None and after is not None else None,
-        status={"step": "?", "state": "unknown", "adapter_step": "?"} | status,
-        trained_with=", ".join(f"{name} {found}" for name, found in versions.items() if found),
+        status={"step": "?", "state": "unknown", "adapter_step": "?"} | read_object(run.folder / "status.json"),
+        trained_with=", ".join(f"{name} {number}" for name, number in versions.items() if number),
         exported_with=f"rloo-kit {__version__}, transformers {version('transformers')}",
         target=target,
         verdict=verdict,
@@ -100,16 +97,15 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
 
 
 def _front_matter(run: RunConfig, target: str, base: str) -> str:
-    found: dict[str, Any] = {"library_name": LIBRARIES[target], "pipeline_tag": "text-generation"}
+    front: dict[str, Any] = {"library_name": LIBRARIES[target], "pipeline_tag": "text-generation"}
     if hub_id(base):
         relation = {"adapter": "adapter", "gguf": "quantized"}.get(target, "finetune")
-        found |= {"base_model": hub_id(base), "base_model_relation": relation}
-    data = [name for source in run.data.all_sources if (name := hub_id(source))]
-    if data:
-        found["datasets"] = data
+        front |= {"base_model": hub_id(base), "base_model_relation": relation}
+    if data := list(filter(None, map(hub_id, run.data.all_sources))):
+        front["datasets"] = data
     method = (name_method(dict(run.rloo)) or "policy gradient").lower().replace(". ", "-").replace(" ", "-")
-    found["tags"] = [method, "reinforcement-learning", "trl", "rloo-kit", *(["lora"] if run.model.lora else [])]
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+    front["tags"] = [method, "reinforcement-learning", "trl", "rloo-kit", *(["lora"] if run.model.lora else [])]
+    return yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
 
 
 WEIGHTS = "adapter_model.safetensors"
