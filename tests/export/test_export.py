@@ -82,9 +82,8 @@ def test_the_embedded_model_is_what_was_trained(
     moved = Path(shutil.copytree(exported[to].folder, tmp_path / "elsewhere"))
     text = (moved / "rloo_kit.yaml").read_text()
     assert str(tmp_path.anchor + "tmp") not in text and "outputs" not in text, "nothing of this machine"
-    answers = [
-        kit.ask(*kit.load_trained(place), "58+67=", temperature=0, stream=False) for place in (embedded_run, moved)
-    ]
+    loaded = (kit.load_trained(place) for place in (embedded_run, moved))
+    answers = [kit.ask(*policy, "58+67=", temperature=0, stream=False) for policy in loaded]
     assert vars(answers[1]) | {"seconds": 0} == vars(answers[0]) | {"seconds": 0}
 
 
@@ -94,9 +93,8 @@ def test_llama_cpp_answers_as_the_embedded_model(
     embedded_run: Path, tmp_path: Path, kind: str, most: float, same: int
 ) -> None:
     """8 bits: 0.005 to 0.115 nats and 5 or 6 equal texts, by the processor that built the embedded model."""
-    check = certified(
-        kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind), 6
-    )
+    made = kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind)
+    check = certified(made, 6)
     assert check["largest"] < most and check["equal"] >= same
 
 

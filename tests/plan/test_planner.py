@@ -161,9 +161,8 @@ def test_widths_follow_the_run() -> None:
     longest = read_workload(run, find_machine(12)).completion_tokens
     assert 2048 + 256 < longest < 2048 + 256 + 64, "both budgets and the closing text bound it"
     run.rloo.tools = ["my_tools:search"]
-    assert read_workload(run, find_machine(12)).completion_tokens == run.rloo.max_completion_length > longest, (
-        "each turn has its budgets"
-    )
+    each_turn = read_workload(run, find_machine(12)).completion_tokens
+    assert each_turn == run.rloo.max_completion_length > longest, "each turn has its budgets"
     for gib in (0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"gpu_gib is {gib}"):
             plan_vram(load_config(THINKING), gib)

@@ -224,9 +224,8 @@ def test_no_combination_contradicts_its_page(tmp_path: Path) -> None:
         text = f"{case}, {rule}, {stopped}: {verdict}"
         rose = UP in (right, reward, greedy)
         assert not (rose and ("could be learnt" in verdict.sentence or verdict.kind == "no signal")), text
-        assert (verdict.kind == "learnt") == ((right or reward) == UP and (rule != "reward_hacking" or right == UP)), (
-            text
-        )
+        is_learnt = (right or reward) == UP and (rule != "reward_hacking" or right == UP)
+        assert (verdict.kind == "learnt") == is_learnt, text
         if UP in (right, reward) and right != DOWN and rule != "reward_hacking" and stopped != "running":
             assert " rose from 20 % to 80 %" in verdict.sentence or " rose from 0.20 to 0.80" in verdict.sentence, text
             assert verdict.sentence.index(" rose ") < 20, text

@@ -111,9 +111,8 @@ def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) 
 @pytest.mark.slow
 def test_axe_finds_nothing_serious(page: Browser) -> None:
     """Labels, headings, contrast, roles: everything open, in both colours and widths."""
-    page.run(
-        "for (const one of document.querySelectorAll('details')) one.open = true; new Promise(requestAnimationFrame)"
-    )
+    page.run("for (const fold of document.querySelectorAll('details')) fold.open = true")
+    page.run("new Promise(requestAnimationFrame)")
     assert not violations(page)
 
 
@@ -138,11 +137,8 @@ def violations(page: Browser) -> list[tuple[str, str, list[str]]]:
         pytest.skip("no axe-core: npm install axe-core into a folder and name it in AXE_CORE")
     page.run(AXE.read_text(encoding="utf-8") + "; 0")
     found = page.run("axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations)")
-    return [
-        (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:3]])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
+    serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+    return [(rule["id"], rule["impact"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
 
 
 def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
