@@ -198,10 +198,10 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
     if problems := run.find_vllm_problems("vllm"):
         return problems[0]
     if work.float8_cache and machine.capability is not None and machine.capability < (8, 0):
-        found = ".".join(map(str, machine.capability))
+        capability = ".".join(map(str, machine.capability))
         return (
             f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
-            f"{found}: set rollout.vllm.float8_kv_cache=false"
+            f"{capability}: set rollout.vllm.float8_kv_cache=false"
         )
     version = installed_version("vllm") if work.four_bit and machine.is_here else None
     if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
@@ -312,7 +312,7 @@ def plan_vram(
         rows=rows,
         completions=work.completions,
         tokens_per_pass=work.pass_tokens,
-        margins=tuple(_find_margins(run, work, rows, machine)),
+        margins=tuple(_find_margins(run, work, machine, rollout, training)),
         no_gpu=no_gpu,
         changes=() if fits else tuple(find_changes(run, work, rows, limit)),
     )
@@ -342,14 +342,13 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
     return Problem("machine", found, other)
 
 
-def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -> Iterator[Margin]:
+def _find_margins(
+    run: RunConfig, work: Workload, machine: Machine, rollout: float, training: float
+) -> Iterator[Margin]:
     """What the peaks do not count; docs/plan.md has the source of each figure."""
-    rollout, training = rollout_gib(work, rows), training_gib(work, rows)
     if work.unknown_bytes:
-        reason = (
-            "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, according to Unsloth"
-        )
-        yield Margin(work.unknown_bytes / GIB, reason)
+        kept = "layers that this dynamic 4-bit model keeps in 16 bit"
+        yield Margin(work.unknown_bytes / GIB, f"{kept}: at most 10% of the weights, according to Unsloth")
     if run.eval.batch_size > work.completions and work.engine in ("native", "generate"):
         tokens = run.eval.max_completion_length or work.completion_tokens
         batch = replace(work, completions=run.eval.batch_size, completion_tokens=tokens)

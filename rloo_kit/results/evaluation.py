@@ -224,11 +224,11 @@ class Evaluation:
         rewards = [(title, str(found[name])) for name, title in titles.items() if name in found]
         of = "" if word == "accuracy" else f", {word}"
         rest = [(f"pass@{k}{of}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
-        for one in self.budgets:
-            rest.append((f"{word}, thinking at most {one.tokens} tokens", str(one.accuracy or "no answers")))
-            rest.append((f"closed by the budget at {one.tokens}", f"{one.forced_share:.1%}"))
-            for side, who in ((one.forced, "closed by the budget"), (one.unforced, "the others")):
-                rest += [(f"{word} at {one.tokens}, {who}", str(side))] if side is not None else []
+        for budget in self.budgets:
+            rest.append((f"{word}, thinking at most {budget.tokens} tokens", str(budget.accuracy or "no answers")))
+            rest.append((f"closed by the budget at {budget.tokens}", f"{budget.forced_share:.1%}"))
+            for side, who in ((budget.forced, "closed by the budget"), (budget.unforced, "the others")):
+                rest += [(f"{word} at {budget.tokens}, {who}", str(side))] if side is not None else []
         if says_nothing(self, *others):
             answers, rest = [], []
         if "win_rate" in found:

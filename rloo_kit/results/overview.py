@@ -103,10 +103,11 @@ class RunOverview:
             parts += [Text(""), Text(fill_text(f"{time}."))]
         if self.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
-            for one in self.findings:
-                over = "" if one["holds"] else f" (over after step {one['last']})"
-                text = f"  {one['rule'].replace('_', ' ')} since step {one['since']}{over}: {one['evidence']}"
-                parts.append(Text(fill_text(f"{text}. {one['cause']}. To do: {one['fix']}")))
+            for finding in self.findings:
+                over = "" if finding["holds"] else f" (over after step {finding['last']})"
+                rule = finding["rule"].replace("_", " ")
+                text = f"  {rule} since step {finding['since']}{over}: {finding['evidence']}"
+                parts.append(Text(fill_text(f"{text}. {finding['cause']}. To do: {finding['fix']}")))
         if others := [metric for metric in self.judgements if str(metric) in self.actions]:
             is_alarming = any(metric.level == "alarming" for metric in others)
             title = "Alarming, so the exit code is 1" if is_alarming else "Worth checking"

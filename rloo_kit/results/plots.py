@@ -316,8 +316,8 @@ def choose_curves(
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
-        chart.marks += [one for one in findings if chart.metrics & {"reward", *reads.get(one.name, ())}]
-        of_finding = any(reads.get(one.name, ("",))[0] in chart.metrics for one in findings) and len(rows) > 1
+        chart.marks += [finding for finding in findings if chart.metrics & {"reward", *reads.get(finding.name, ())}]
+        of_finding = any(reads.get(finding.name, ("",))[0] in chart.metrics for finding in findings) and len(rows) > 1
         if chart is held_out or of_finding or not is_flat(chart):
             drawn.append(draw_chart(chart))
         else:

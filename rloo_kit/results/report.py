@@ -138,10 +138,10 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
 def _health(result: TrainResult) -> Table:
     """Each finding with its steps."""
     rows, lasting = [], {finding.name for finding in result.lasting}
-    for one in result.findings:
-        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
-        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        rows.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
+    for finding in result.findings:
+        steps = f"{finding.since}" if finding.name in lasting else f"{finding.since} to {finding.last}"
+        also = f"; consequences: {', '.join(finding.explains).replace('_', ' ')}" if finding.explains else ""
+        rows.append((finding.title, finding.level, steps, finding.found + also, finding.cause, finding.fix))
     head = ("finding", "level", "since step", "evidence", "cause", "fix")
     return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 

@@ -141,18 +141,17 @@ class PickedCompletions:
         shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
         parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
-        for one in self.completions:
-            parts += [Text(""), Text(plain(one["prompt"]), style="bold")]
-            for kind, text in one["steps"]:
+        for completion in self.completions:
+            parts += [Text(""), Text(plain(completion["prompt"]), style="bold")]
+            texts = [*completion["steps"], ("thinking", completion["thinking"]), ("text", completion["answer"])]
+            for kind, text in ((kind, text) for kind, text in texts if text):
                 text = text if kind in ("thinking", "text") else f"{kind} {text}"
                 parts.append(Text(picture_controls(text), style="dim" if kind == "thinking" else ""))
-            parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
-            parts += [Text(picture_controls(one["answer"]))] if one["answer"] else []
-            notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
-            notes += [f"advantage {one['advantage']:+.2f}"] if one["advantage"] is not None else []
-            notes.append(f"{one['completion_tokens']} tokens")
-            notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
-            gold = one["columns"].get("answer")
+            notes = ["not scored" if completion["reward"] is None else f"reward {completion['reward']:.3g}"]
+            notes += [f"advantage {completion['advantage']:+.2f}"] if completion["advantage"] is not None else []
+            notes.append(f"{completion['completion_tokens']} tokens")
+            notes += [CLOSED_BY_THE_BUDGET] * bool(completion["forced"]) + ["truncated"] * completion["truncated"]
+            gold = completion["columns"].get("answer")
             notes += [] if gold is None else [f"right answer {gold}"]
             parts.append(Text(", ".join(notes), style="italic"))
         return Group(*parts)

@@ -229,15 +229,15 @@ class _Facts:
             self.sides = None if is_edited else (before, after)
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = self._describe_solved()
-        lasting = {one.name: one for one in result.lasting}
-        alarming = [one for one in result.lasting if one.level == "alarming"]
-        blind = next((one for name in NO_SIGNAL for one in alarming if one.name == name), None)
-        alarm = next((one for one in alarming if one.name not in BY_SUCCESS), None)
+        lasting = {finding.name: finding for finding in result.lasting}
+        alarming = [finding for finding in result.lasting if finding.level == "alarming"]
+        blind = next((finding for name in NO_SIGNAL for finding in alarming if finding.name == name), None)
+        alarm = next((finding for finding in alarming if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
         self.findings |= {"first": first, "worst": broken or first}
         text, paid, risen = _lower(str(change or "")), self.change_of("reward"), self._describe_risen()
-        self.texts = {name: "" if one is None else one.found for name, one in self.findings.items()} | {
+        self.texts = {name: finding.found if finding else "" for name, finding in self.findings.items()} | {
             "lead": f"{risen}, but " if risen else "",
             "change": text,
             "also": f"; {text}" if text else "",

@@ -62,19 +62,19 @@ class RunComparison:
     def sentence(self) -> str:
         """Which run is ahead and by how much, with the interval, or that none is."""
         first, ahead, tied, unknown = self.runs[0], [], [], []
-        for one in self.runs[1:]:
-            if one.lead is None:
-                unknown.append(f"{one.name} cannot be compared with {first.name}: {one.word}")
-            elif one.lead.rose or one.lead.fell:
-                better, worse = (one, first) if one.lead.rose else (first, one)
-                lead = ", ".join(filter(None, [one.lead.describe_lead(), one.word]))
+        for run in self.runs[1:]:
+            if run.lead is None:
+                unknown.append(f"{run.name} cannot be compared with {first.name}: {run.word}")
+            elif run.lead.rose or run.lead.fell:
+                better, worse = (run, first) if run.lead.rose else (first, run)
+                lead = ", ".join(filter(None, [run.lead.describe_lead(), run.word]))
                 ahead.append(f"{better.name} is ahead of {worse.name}: {lead}")
             else:
-                tied.append(one)
+                tied.append(run)
         same = ""
         if tied:
-            names = ", ".join(one.name for one in tied[:-1])
-            words = ", ".join(dict.fromkeys(one.word for one in tied if one.word))
+            names = ", ".join(run.name for run in tied[:-1])
+            words = ", ".join(dict.fromkeys(run.word for run in tied if run.word))
             same = f"{f'{names} and ' if names else ''}{tied[-1].name} and {first.name} do not differ significantly on"
             same += f" their held-out prompts{f' ({words})' if words else ''}"
         luck = "; among several runs the best is partly luck" if len(ahead) > 1 else ""
