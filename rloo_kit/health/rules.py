@@ -233,10 +233,10 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
     follows=("reward_failures",),
 )  # fmt: skip
 def all_none(seen: Series, context: Context) -> Evidence | None:
-    found = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
-    if found is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
+    point = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
+    if point is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
         return None
-    return Evidence(found.begins, f"no completion was scored in {in_a_row(seen, found.begins)}")
+    return Evidence(point.begins, f"no completion was scored in {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -246,11 +246,9 @@ def all_none(seen: Series, context: Context) -> Evidence | None:
     level="watch",  # its range makes it alarming; too many failures stop the run anyway
 )
 def reward_failures(seen: Series, context: Context) -> Evidence | None:
-    found = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
-    if found is None:
-        return None
-    share = last_of(seen, "rewards/failed_ratio", 1)[0]
-    return Evidence(found.begins, f"a reward failed on {share:.0%} of the samples, {in_a_row(seen, found.begins)}")
+    point = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
+    failed = f"a reward failed on {last_of(seen, 'rewards/failed_ratio', 1)[0]:.0%} of the samples"
+    return point and Evidence(point.begins, f"{failed}, {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -260,13 +258,11 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "length_explosion", "never_closed"),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
-    found = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
-    if found is None:
-        return None
+    point = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
     share, closed = last_of(seen, "completions/clipped_ratio", 1)[0], seen.all("thinking/closed_ratio")
     thinking = f", and {closed[-1].value:.0%} close their thinking" if closed else ""
     truncated = f"{share:.0%} of the completions are truncated{thinking}"
-    return Evidence(found.begins, f"{truncated}, {in_a_row(seen, found.begins)}")
+    return point and Evidence(point.begins, f"{truncated}, {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -351,10 +347,8 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy",),
 )
 def kl_explosion(seen: Series, context: Context) -> Evidence | None:
-    found = seen.lasting("kl", KL.is_alarming, 3)
-    if found is None:
-        return None
-    return Evidence(found.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
+    point = seen.lasting("kl", KL.is_alarming, 3)
+    return point and Evidence(point.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
 
 
 @rule(

@@ -251,10 +251,9 @@ def plan_engine(
     if not machine.on_cuda:
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)
-    obstacle = plan.obstacle
-    if obstacle is None and not machine.is_here:
-        obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
-    if obstacle is None:
+    elsewhere = "assumed not installed on another machine, rollout.engine=vllm plans for it"
+    obstacle = plan.obstacle or ("" if machine.is_here else elsewhere)
+    if not obstacle:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
     backend = "Unsloth" if uses_unsloth(run, machine) else "transformers"
     return EngineChoice(name, f"{backend}; not vLLM: {obstacle.partition('; set ')[0]}")
@@ -374,13 +373,11 @@ def find_changes(run: RunConfig, work: Workload, rows: int, limit: float) -> Ite
             value = rows_at_once(changed, limit)
         rows = rows_at_once(changed, limit, wanted)
         after = rollout_gib(changed, rows), training_gib(changed, rows)
-        helps = (rollout > limit and after[0] < rollout) or (training > limit and after[1] < training)
-        if not helps:
-            continue
-        rollout, training = after
-        yield Remedy(key, value, rollout, training, max(after) <= limit)
-        if max(after) <= limit:
-            return
+        if (rollout > limit and after[0] < rollout) or (training > limit and after[1] < training):
+            rollout, training = after
+            yield Remedy(key, value, rollout, training, max(after) <= limit)
+            if max(after) <= limit:
+                return
 
 
 def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[str, Any, Workload]]:
