@@ -38,45 +38,46 @@ def check_model(arguments: dict[str, Any]) -> None:
     """Raise ConfigError if the model, its adapter or the one that `peft_config` adds cannot be trained correctly, or if
     the KL has no reference: without an adapter TRL reads it from the checkpoint that the model's config names."""
     model, new, beta = arguments["model"], arguments.get("peft_config"), arguments["args"].beta
-    modules = [] if isinstance(model, str) else list(model.modules())
-    wrapped = bool(modules) and is_peft_model(model)
-    config: Any = model.peft_config.get("default") if wrapped else new
+    is_name = isinstance(model, str)
+    is_wrapped = not is_name and is_peft_model(model)
+    config: Any = model.peft_config.get("default") if is_wrapped else new
     kind = getattr(getattr(config, "peft_type", None), "value", None)
     kind = next((option for option in REFUSED_KINDS if getattr(config, option, None)), kind)
-    problem = ""
-    if wrapped and new is not None:
-        problem = "peft_config was given, but the model already has an adapter: drop one of them"
-    elif kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False):
-        problem = (
-            f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
-        )
-    elif wrapped and list(model.active_adapters) != ["default"]:
-        names = ", ".join(model.active_adapters)
-        problem = f"the active adapters are {names}: merge all but one (merge_and_unload), and name it 'default'"
-    elif wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"):
-        problem = NO_COPY.format("give the bare model and peft_config")
-    elif wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        problem = "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"
-    elif config is None and _has_layers(model):  # `model.add_adapter`
-        problem = "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"
-    elif not config and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
-        problem = "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"
-    elif not modules and (Path(model) / "adapter_config.json").is_file():
-        load = "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True)"
-        problem = f"model is {model}, the folder of an adapter: give the model that {load} returns"
-    elif beta and modules and not config and not model.config.name_or_path:
-        problem = (
-            f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
-            "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
-            "train an adapter (peft_config), or set beta=0.0"
-        )
-    if problem:
+    active = list(model.active_adapters) if is_wrapped else ["default"]
+    problems = [
+        (is_wrapped and new is not None,
+         "peft_config was given, but the model already has an adapter: drop one of them"),
+        (kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False),
+         f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"),
+        (active != ["default"],
+         f"the active adapters are {', '.join(active)}: merge all but one (merge_and_unload), and name it 'default'"),
+        (is_wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"),
+         NO_COPY.format("give the bare model and peft_config")),
+        (is_wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer),
+         "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"),
+        (config is None and _has_layers(model),  # `model.add_adapter`
+         "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"),
+        (not config and _is_quantised(model),
+         "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"),
+        (is_name and (Path(model) / "adapter_config.json").is_file(),
+         f"model is {model}, the folder of an adapter: give the model that "
+         "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True) returns"),
+        (beta and not is_name and not config and not model.config.name_or_path,
+         f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
+         "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
+         "train an adapter (peft_config), or set beta=0.0"),
+    ]  # fmt: skip
+    if problem := next((problem for applies, problem in problems if applies), None):
         raise ConfigError(problem)
 
 
 def _has_layers(model: Any) -> bool:
     """Whether PEFT has put layers of an adapter into the model."""
-    return isinstance(model, torch.nn.Module) and any(isinstance(one, BaseTunerLayer) for one in model.modules())
+    return isinstance(model, torch.nn.Module) and any(isinstance(layer, BaseTunerLayer) for layer in model.modules())
+
+
+def _is_quantised(model: Any) -> bool:
+    return getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
 def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
     """Undo TRL's cast of a quantised model's adapter to bfloat16: restore `masters` (from `trainable_tensors`), and
     cast an adapter that TRL created to float32."""
-    is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    is_quantised = _is_quantised(model)
     for name, parameter in model.named_parameters():
         master = masters.get(name)
         if master is not None and parameter.dtype != master.dtype:
