@@ -11,7 +11,7 @@ from rloo_kit.config.section import apply_override, explain_errors
 from rloo_kit.config.yaml_files import dump_yaml
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.runs.files import read_object
-from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
@@ -67,7 +67,7 @@ def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
 def find_stale(folder: Path) -> str:
     """Why `adapter/` in a run's folder is older than the run, which continued and was killed, with what to do; "" if it
     is not."""
-    run_dir = RunDir(folder)
+    run_dir = RunReader(folder)
     status, last = run_dir.status(), run_dir.last_checkpoint()
     saved = read_object(folder / "adapter" / TRAINED)
     done = saved.get("steps_done", 0) if saved.get("run") == run_dir.id else 0
