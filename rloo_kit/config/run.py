@@ -102,8 +102,7 @@ class RunConfig(Section):
             raise ConfigError(explain_errors(error, RunConfig)) from None
 
     def check_prompts(self, prompts: int | None = None) -> None:
-        """Refuse, with ConfigError, a training set of `prompts` that does not fill one rollout; without a number (not
-        read yet), the largest possible one."""
+        """Refuse, with ConfigError, `prompts` that do not fill one rollout; None (not read yet): the most possible."""
         if prompts is None:
             if self.data.num_prompts is None:
                 return

@@ -63,12 +63,8 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
 
 
 class BestWeights:
-    """`best/` in a run's folder: the weights of its best evaluation. New ones are staged until the checkpoint of their
-    step is complete. All processes call each method at once.
-
-    Attributes:
-        staged: the step of the weights that wait for their checkpoint; None without any.
-    """
+    """`best/` in a run's folder: the weights of its best evaluation. New ones, of the step `staged`, wait until the
+    checkpoint of that step is complete. All processes call each method at once."""
 
     def __init__(self, policy: Policy, run_dir: RunDir) -> None:
         self.policy, self.run_dir = policy, run_dir
@@ -251,8 +247,7 @@ class Evaluations(TrainerCallback):
         self.weights.stage(found.step, self._record(found) | {"prompts": len(self.prompts)})
 
     def _restore(self) -> None:
-        """Replay the run's earlier evaluations with what they led to; `_fresh` is set if their best was measured with
-        other settings than those of now."""
+        """Replay the run's earlier evaluations; `_fresh` is set if their best was measured with other settings."""
         digest, mine, measure = digest_prompts(self.prompts), self.run.eval, self.history.measure
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
         then = now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)

@@ -165,8 +165,7 @@ def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) 
 
 
 def is_identity(model: torch.nn.Module) -> bool:
-    """Whether the "default" LoRA adapter changes nothing yet: one matrix of each pair is zero (B of a linear layer, A
-    of an embedding)."""
+    """Whether the "default" LoRA adapter changes nothing yet: one matrix of each pair (an embedding's A) is zero."""
     named = dict(model.named_parameters())
     endings = ("lora_B.default", "lora_embedding_B.default")
     of_b = [name for name in named if any(ending in name for ending in endings)]  # matrices, and biases without an A
@@ -201,10 +200,8 @@ def settle_reference(model: Any, beta: float, reference: str) -> None:
     """Copy the adapter into the frozen adapter "ref" if the KL's reference is the start, and that is not the base.
 
     TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings; if TRL created
-    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time.
-
-    Raises:
-        ConfigError: PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
+    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time. Raises
+    ConfigError if PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
     """
     if not is_peft_model(model):
         return
@@ -239,8 +236,7 @@ def drop_reference(model: Any) -> None:
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
-    """Whether the policy's adapter still equals the KL's `reference`, tensor by tensor: "start" (the copy "ref") or
-    "base"."""
+    """Whether the policy's adapter still equals the KL's `reference`: "start" (the copy "ref") or "base"."""
     if not is_peft_model(model):
         return False
     if reference == "base" or "ref" not in model.peft_config:
@@ -293,13 +289,8 @@ def continue_adapter(model: Any, folder: str, base: str) -> Any:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
-
-    Every process calls it; the main one creates and fills the folder.
-
-    Raises:
-        ConfigError: the model has no adapter.
-    """
+    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does; ConfigError without
+    one. Every process calls it; the main one creates and fills the folder."""
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
         raise ConfigError(NO_ADAPTER)
@@ -330,8 +321,7 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
-    """Load what `save_adapter` wrote into `folder` into a sharded model; the reverse of `gather_adapter`. Every process
-    reads the folder."""
+    """Load into a sharded model what `save_adapter` wrote, in every process; reverses `gather_adapter`."""
     saved: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         saved |= load_file(file)

@@ -71,15 +71,9 @@ def train(
     plan: ColdStart,
     report: Callable[[str], None] = print,
 ) -> Any:
-    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind`.
-
-    Seeds torch's global generator, so run it in a separate process (`model.build`).
-
-    Args:
-        tokenizer: from `build_tokenizer(kind, vocabulary)`. family: of the problems to learn.
-        seed: of the initial weights and the demonstrations.
-        report: called with one line every `SECONDS_BETWEEN_REPORTS`.
-    """
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind` with
+    problems of `family`; `report` gets a line every `SECONDS_BETWEEN_REPORTS`. Seeds torch's global generator, so it
+    runs in a separate process (`embedded.build`)."""
     torch.manual_seed(seed)
     rng = random.Random(f"cold-start-{seed}")
     used = used_ids(tokenizer, family.alphabet)

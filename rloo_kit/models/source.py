@@ -215,12 +215,8 @@ def write_shards(
     dtype: torch.dtype,
     largest: int = SHARD_BYTES,
 ) -> None:
-    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor) and their index, with one file's
-    tensors in memory at a time.
-
-    Args:
-        sizes: shapes by name, in transformers. read: a tensor by its name; it is cast to `dtype`.
-    """
+    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor) and their index, one file in memory at
+    a time. `sizes`: shapes by name, in transformers. `read`: a tensor by its name, which is cast to `dtype`."""
     empty = {name: torch.empty(tuple(size), dtype=dtype, device="meta") for name, size in sizes.items()}
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=largest)

@@ -154,11 +154,7 @@ class ServerError(Exception):
 @dataclass(frozen=True)
 class Server:
     """The Jupyter server that started this kernel; it restarts a kernel that exits, but not one that it shut down.
-
-    Attributes:
-        url: the kernel's address in the server's API.
-        token: may be empty.
-    """
+    `url`: the kernel's address in the server's API. `token`: may be empty."""
 
     url: str
     token: str = field(default="", repr=False)
@@ -188,13 +184,11 @@ class Server:
 
 
 def find_server(connection_file: Path) -> Server | None:
-    """The Jupyter server that started this kernel; None if another program did.
+    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if its process does
+    not listen on its port on the loopback interface; nobody else gets the token.
 
     Its file is next to the kernel's. It is read here because `jupyter_server.serverapp.list_running_servers` deletes
     the files of servers on other machines that share the folder, and a kernel's environment often lacks it.
-
-    Raises:
-        ServerError: no process of this user listens on its port on the loopback interface; nobody else gets the token.
     """
     pid = os.environ.get("JPY_PARENT_PID", "")
     file = next(connection_file.parent.glob(f"*server-{pid}.json"), None) if pid.isdigit() else None
@@ -203,8 +197,6 @@ def find_server(connection_file: Path) -> Server | None:
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
         process = psutil.Process(int(pid))
-        if process.username() != psutil.Process().username():
-            raise ServerError(f"the process {pid} of {file} belongs to {process.username()}")
         port, scheme = info["port"], "https" if info["secure"] else "http"
         sockets = (one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
         listens_on = {one.laddr.ip for one in sockets if one.laddr.port == port}

@@ -70,8 +70,7 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Rename `folder`, which is complete, to `target`. An older `target`, and the parent of `folder`, are deleted once
-    the new one is in place."""
+    """Rename `folder`, which is complete, to `target`; an older `target`, and its own parent, are deleted then."""
     replaced = folder.with_name(f"replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -122,8 +121,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def find_whole(folder: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest intact checkpoint of a run, and the damage of each folder that is newer, or that has a checkpoint's
-    name but does not belong to this run."""
+    """The newest intact checkpoint of a run, and the damage of newer folders and of those that are not its own."""
     mine = list_checkpoints(folder, run)
     named = {path for path in folder.glob(f"{STEM}*") if path.is_dir()} - {one.folder for one in mine}
     damaged = dict.fromkeys(sorted(named), f"it has no {MANIFEST} of this run")

@@ -249,8 +249,7 @@ class RunDir(RunReader):
     # ------------------------------------------------------------------------------------------------ status
 
     def set_status(self, state: str, **fields: Any) -> None:
-        """Write `status.json`: the state (one of STATES), the process, the time, and `fields`, which update old ones.
-        docs/runs.md lists the fields."""
+        """Write `status.json`: the state (one of STATES), and `fields`, which update old ones (see docs/runs.md)."""
         if self.writes:
             self._set_status(state, **fields)
 
@@ -374,8 +373,7 @@ def open_runs() -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, the git revision of the kit's checkout (None without one), the machine and
-    the number of processes."""
+    """Versions of Python and the libraries, the git revision of the kit's checkout, the machine and its processes."""
     found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
     return found | {"machine": describe_machine(), "written": now()}
 

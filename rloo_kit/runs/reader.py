@@ -31,8 +31,7 @@ class RunReader:
         return self.folder / name
 
     def status(self) -> dict[str, Any]:
-        """`status.json`; empty without a run. If the file is lost or damaged, the state is "interrupted" at the step of
-        the newest checkpoint."""
+        """`status.json`; empty without a run. If it is lost, the state is "interrupted" at the newest checkpoint."""
         status = self.read_status()
         if status or not self.id:
             return status

@@ -134,8 +134,7 @@ def fill_text(text: str) -> str:
 
 
 def render_text(renderable: Any, width: int | None = None) -> str:
-    """A rich renderable as plain lines of at most `width` columns (None: `columns()`), without colour or trailing
-    blanks."""
+    """A rich renderable as plain lines of at most `width` columns (None: `columns()`), without trailing blanks."""
     file = io.StringIO()
     width = width or columns()
     options: dict[str, Any] = {"file": file, "color_system": None, "force_terminal": False, "force_jupyter": False}

@@ -143,13 +143,9 @@ def find_target(target: str, key: str, next_to: Path | None) -> tuple[str, list[
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`).
-
-    Raises:
-        FileNotFoundError: there is nothing at `path`.
-        ConfigError: a folder, a device, another pipe (whose writer may never come), no permission, no
-            possible name, more than `most_bytes`, or not UTF-8.
-    """
+    """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`). Raises
+    FileNotFoundError if there is nothing at `path`, and ConfigError for a folder, a device, another pipe (whose writer
+    may never come), no permission, no possible name, more than `most_bytes`, or what is not UTF-8."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -183,12 +179,9 @@ def make_reader(version: tuple[int, int] | None = None) -> YAML:
 
 
 def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -> tuple[Any, Node | None]:
-    """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines.
-
-    Raises:
-        ConfigError: it is not YAML, nested too deeply, gives a key twice, has a value that its tag does not take, or
-            more than `MOST_NODES` values, repeated ones by aliases (`*name`) counted.
-    """
+    """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines. Raises ConfigError if it
+    is not YAML, is nested too deeply, gives a key twice, has a value that its tag does not take, or more than
+    `MOST_NODES` values, those repeated by aliases (`*name`) included."""
     yaml = make_reader(version)
     try:
         node = yaml.compose(text)
