@@ -94,13 +94,10 @@ TRAINER_NAMES: dict[str, OldName] = {
     "data_collator": OldName(object, None, "prompts are tokenized in the loop; leave it out"),
 }
 
+_REWARDS = ("reward_model", "reward_model_path", "reward_funcs")
 # Keys of a run's file that are in another section today, are rewards, or have no effect.
 _FILE_NAMES: dict[str, OldName] = {
-    **{
-        f"{place}{name}": OldName(object, "rewards")
-        for place in ("", "rloo.")
-        for name in ("reward_model", "reward_model_path", "reward_funcs")
-    },
+    **{f"{place}{name}": OldName(object, "rewards") for place in ("", "rloo.") for name in _REWARDS},
     "rloo.exp_name": OldName(str, "run.name"),
     "rloo.run_name": OldName(str, "run.name"),
     "rloo.sft_model_path": OldName(str, "model.name"),
@@ -225,10 +222,8 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
 
 
 def translate_file(values: dict[str, Any]) -> list[str]:
-    """Translate the old names in a run's file, in place; a message for each; null counts as not given.
-
-    Raises:
-        ConfigError: as `translate_config`."""
+    """Translate the old names in a run's file, in place; a message for each; null counts as not given. Raises
+    ConfigError as `translate_config`."""
     messages = []
     for old, entry in _FILE_NAMES.items():
         above, _, key = old.rpartition(".")

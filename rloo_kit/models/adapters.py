@@ -112,8 +112,7 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
 
 
 def find_outside(model: Any) -> list[str] | None:
-    """Paths of a bare model's linear layers outside its text decoder (a vision tower), whose names may be those of the
-    decoder's layers; None without."""
+    """Paths of linear layers outside a bare model's text decoder, as a vision tower has, of the same names; or None."""
     inside = set(model.get_decoder().modules())
     linear = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return [path for path, layer in linear if layer not in inside] or None

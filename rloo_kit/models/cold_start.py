@@ -82,9 +82,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = reported = time.monotonic()
     for step in range(plan.steps):
-        left = (plan.steps - step) / (
-            plan.steps * plan.decay_share
-        )  # linear warm-up, plateau, linear decay to nearly 0
+        left = (plan.steps - step) / (plan.steps * plan.decay_share)  # warm-up, plateau, linear decay to nearly 0
         optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
         habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
         source = tasks.EASY if step < plan.easy_share * plan.steps else family

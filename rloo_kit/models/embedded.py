@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -291,13 +292,8 @@ def _run_cold_start(name: str, recipe: dict[str, Any], folder: Path, report: Cal
     program = "from rloo_kit.models.embedded import run_as_program; run_as_program()"
     command = [sys.executable, "-P", "-c", program]  # -P: import nothing from the working directory
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            [*command, json.dumps(recipe), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        child = subprocess.Popen([*command, json.dumps(recipe), str(folder)], env=environment, **pipes)
         try:
             for line in child.stdout or ():
                 if line.startswith(_PROGRESS):
@@ -321,17 +317,11 @@ def run_as_program() -> None:
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
-    kind = recipe["kind"]
-    tokenizer = build_tokenizer(kind, recipe["vocabulary"])
-    model = train(
-        tokenizer,
-        kind,
-        tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),
-        recipe["vocabulary"],
-        recipe["seed"],
-        plan,
-        lambda line: print(_PROGRESS + line, flush=True),
-    )
+    kind, vocabulary, seed = recipe["kind"], recipe["vocabulary"], recipe["seed"]
+    family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
+    tokenizer = build_tokenizer(kind, vocabulary)
+    report = partial(print, _PROGRESS, sep="", flush=True)
+    model = train(tokenizer, kind, family, vocabulary, seed, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / RECORD, recipe)

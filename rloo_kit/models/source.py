@@ -44,11 +44,8 @@ class ModelSource:
 
 
 def find_source(run: RunConfig) -> ModelSource:
-    """Resolve `model.name` and `model.adapter`; builds a built-in model if it is not cached.
-
-    Raises:
-        BackendError: a folder is missing or not a checkpoint, or the adapter belongs to another model.
-    """
+    """Resolve `model.name` and `model.adapter`; builds a built-in model if it is not cached. Raises BackendError if a
+    folder is missing or not a checkpoint, or the adapter belongs to another model."""
     model = run.model
     if model.is_embedded:
         from rloo_kit.models.embedded import build
@@ -172,11 +169,8 @@ def bind_padding(model: Any, tokenizer: Any) -> None:
 
 
 def usable_length(run: RunConfig, config: Any) -> int:
-    """The smaller of `model.max_seq_length` and the model's positions, in tokens.
-
-    Raises:
-        BackendError: a prompt and its completion may be longer than the model's positions.
-    """
+    """The smaller of `model.max_seq_length` and the model's positions, in tokens; BackendError if a prompt and its
+    completion may be longer than those."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or run.model.max_seq_length
     wanted = run.data.max_prompt_length + run.rloo.max_completion_length
     if wanted > limit:

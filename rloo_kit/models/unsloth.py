@@ -60,11 +60,8 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
 
 
 def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
-    """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights.
-
-    Raises:
-        BackendError: the adapter does not fit. OSError, RuntimeError, ValueError: the checkpoint cannot be read.
-    """
+    """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights. Raises BackendError
+    if the adapter does not fit; OSError, RuntimeError or ValueError if the checkpoint cannot be read."""
     unsloth: Any = load_stack().unsloth
     fast, lora, checkpointing = unsloth.FastLanguageModel, run.model.lora, run.model.gradient_checkpointing
     assert lora is not None  # `unusable` refuses a run without it

@@ -102,9 +102,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:
-    """Delete all but the newest `keep` checkpoints of a run, and nothing else; the steps in `needed` stay. With `keep`
-    None or 0 all stay. Without a run, the newest is the last one written, because step numbers start over.
-    """
+    """Delete all but the newest `keep` checkpoints of a run (None, 0: none), except the steps in `needed`. Without a
+    run, the newest is the last one written, because step numbers start over."""
     mine = list_checkpoints(folder, run)
     if not run:
         mine.sort(key=lambda one: -(one.folder / MANIFEST).stat().st_mtime_ns)

@@ -28,8 +28,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class Constructor(SafeConstructor):
-    """Plain values only: dates are text; binary data, sets and pairs are refused, and so is text that no file, table
-    or terminal can take."""
+    """Plain values only: dates are text; binary data, sets, pairs and text that no file can take are refused."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         value, what = None, None
