@@ -122,36 +122,11 @@ def test_arguments_for_the_trainer_leave_out_what_is_not_set(minimal: Path) -> N
     assert load_config(minimal, "rloo.report_to=tensorboard").rloo.to_arguments()["report_to"] == ["tensorboard"]
 
 
-def test_a_users_task_family_is_refused_with_what_to_do_instead(minimal: Path) -> None:
-    """Files of task families were taken once: a config that still names one has to learn what does the same."""
-    instead = (
-        r"'own/backward\.py' is a file, and task families are built in \(addition, .*chain_sum\): .*data\.source=rows"
-    )
-    instead += r"\.jsonl.*model\.name=smollm2/instruct.*docs/embedded\.md"
-    model, data = "model.name=embedded/thinking@own/backward.py", "embedded/own/backward.py"
-    with pytest.raises(ConfigError, match=rf"model: name is 'embedded/thinking@own/backward\.py', but {instead}"):
-        load_config(minimal, model, f"data.source={data}")
-    for key, words in (("data", ()), ("sft", ("data.source=embedded/addition",))):
-        with pytest.raises(ConfigError, match=rf"{key}\.source is {data}, but {instead}"):
-            load_config(minimal, f"{key}.source={data}", *words)
-
-
-def test_a_model_of_one_family_takes_no_prompts_of_another(minimal: Path) -> None:
-    """A model that knows sums was trained on prompts that it cannot read."""
-    model, other = "model.name=embedded/thinking@chain_sum", "reasoning_gym/number_sorting"
-    for source in ("embedded/addition", other):
-        with pytest.raises(
-            ConfigError, match=rf"knows only chain_sum, but data\.source is {source}; set data\.source="
-        ):
-            load_config(minimal, model, f"data.source={source}")
-    with pytest.raises(ConfigError, match=r"set data\.source=.*another model\.name \(embedded/thinking@sorting\)"):
-        load_config(minimal, "data.source=embedded/sorting")
-    with pytest.raises(ConfigError, match=r"data\.source is embedded/sortin, but there is no task family 'sortin'"):
-        load_config(minimal, "data.source=embedded/sortin")
+def test_a_model_of_one_family_takes_its_prompts_and_files(minimal: Path) -> None:
+    """A model that knows sums was trained on prompts that it cannot read; test_messages.py has those refusals."""
     for source in ("embedded/chain_sum", "reasoning_gym/chain_sum", "sums.jsonl", "./saved"):
-        assert load_config(minimal, model, f"data.source={source}").data.source == source
-    with pytest.raises(ConfigError, match=r"sft\.source is embedded/sorting; set sft\.source=embedded/chain_sum"):
-        load_config(minimal, model, "data.source=embedded/chain_sum", "sft.source=embedded/sorting")
+        run = load_config(minimal, "model.name=embedded/thinking@chain_sum", f"data.source={source}")
+        assert run.data.source == source
 
 
 # ------------------------------------------------------------------------------------------ the files that ship

@@ -1,12 +1,8 @@
 """What a notebook shows: it has to read well on a light and on a dark ground, saved, and as text alone."""
 
 import base64
-import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,12 +146,13 @@ def test_completions_side_by_side() -> None:
     ]  # fmt: skip
 
 
-def test_completions_as_text() -> None:
-    """What `papermill --log-output` and a terminal show; an object's address is no help. Without a right answer nothing
-    is called wrong, and a model that does not think has no thinking to show."""
+def test_completions_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `papermill --log-output`, a terminal and a script show, which prints it, since the last line of a cell shows
+    nothing there; an object's address is no help. Without a right answer nothing is called wrong, and a model that does
+    not think has no thinking to show."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
-    assert repr(shown) == shown._repr_mimebundle_()["text/plain"]
+    assert repr(shown) == shown._repr_mimebundle_()["text/plain"] == capsys.readouterr().out.rstrip("\n")
     assert "1. 12+34=   (right answer: 46)\n   before: wrong, 9 tokens, 5 of them thinking, closed by" in repr(shown)
     assert "      thinking: 2+4=6\n                1+3=4\n      answer:   46\n   after: right, 9 tokens" in repr(shown)
     plain = make_sample("q", thinking="", closed=False, thinking_tokens=None, gold=None, correct=None)
@@ -204,19 +201,3 @@ def test_nothing_kept_and_nothing_asked_for() -> None:
     for num in (0, -1, True, 2.5, "4"):
         with pytest.raises(ConfigError, match=r"num is .*; it takes a whole number of prompts, 1 or more"):
             show_completions(make_evaluation(make_sample("q")), num=num)
-
-
-def test_a_script_prints_what_a_notebook_shows(tmp_path: Path) -> None:
-    """The last line of a cell shows nothing in a script; and a terminal without Unicode ended the run."""
-    path = tmp_path / "before.json"
-    path.write_text(json.dumps(make_evaluation(make_sample("12+34=", answer="你好")).to_dict()))
-    code = (
-        "import json, sys, rloo_kit as kit\nfrom rloo_kit.results.evaluation import Evaluation\n"
-        f"kit.show_completions(Evaluation.from_dict(json.load(open({str(path)!r}))))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, text=True, timeout=60,
-        cwd=Path(__file__).parents[2], capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "1. 12+34=   (right answer: 46)" in done.stdout and "answer:   ??" in done.stdout
