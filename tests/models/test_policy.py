@@ -210,12 +210,20 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
-    """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
+    """Two adapters for one model, or an adapter to continue where every parameter is to be trained. And it remembers a
+    path: after a move of its base the message says which keys bring the two together again."""
     other = shutil.copytree(adapter, tmp_path / "other")
     text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
     text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
     assert "model.lora is null" in text and "model.lora={}" in text
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
+    text = refused(make_run(name=adapter))
+    assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
+    assert "names no base model" in refused(make_run(name=adapter))
 
 
 @pytest.mark.slow
@@ -256,18 +264,6 @@ def test_an_adapter_knows_the_weights_that_it_was_trained_on(
         assert "other weights" in text and str(now) in text and f"delete {adapter / 'trained.json'}" in text
     (adapter / "trained.json").unlink()
     assert load(make_run(f"model.adapter={adapter}", name=base))
-
-
-@pytest.mark.slow
-def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:
-    """The adapter remembers a path; after a move the message has to say which keys bring the two together again."""
-    file = adapter / "adapter_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
-    text = refused(make_run(name=adapter))
-    assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
-    file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
-    assert "names no base model" in refused(make_run(name=adapter))
 
 
 @pytest.mark.slow

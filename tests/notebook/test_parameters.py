@@ -64,37 +64,26 @@ def test_none_leaves_a_key_to_the_file(tmp_path: Path) -> None:
 
 BARE = OWN.replace(": plain values", "")
 TYPO = OWN.replace("max_steps", "max_step")
-SIXTY = ["rloo.max_steps=60"]
+SIXTY, TWO = ["rloo.max_steps=60"], ["rloo.max_steps=2"]
 
 
 @pytest.mark.parametrize(
     ("cells", "overrides"),
     [
-        pytest.param([OWN], SIXTY, id="undeclared names are not overridden"),
-        pytest.param([OWN, "# Parameters\nmax_steps = 5\nseed = 3"], ["rloo.max_steps=5", "run.seed=3"], id="added"),
-        pytest.param(
-            [OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'"],
-            ["rloo.max_steps=2"],
-            id="papermill --inject-paths was refused for two names that were not misspelt",
-        ),
-        pytest.param(
-            [OWN, "seed = 'abc'; beta = object(); steps = 3", "x = 1  # Parameters", "# Parameters of a model\nn = 3"],
-            SIXTY,
-            id="run again after training, the cell took seed and beta of later cells for parameters",
-        ),
-        pytest.param([OWN + "beta = 0.5\n", OWN], SIXTY, id="a removed line no longer counts"),
-        pytest.param([TYPO, "x = 1", OWN], SIXTY, id="a corrected cell replaces the misspelt one"),
-        pytest.param([OWN, "# Parameters\nmax_step = 1", OWN], SIXTY, id="and papermill's before it"),
-        pytest.param(
-            [OWN, "# Parameters\nmax_step = 1", "# Parameters\nmax_steps = 1"],
-            ["rloo.max_steps=1"],
-            id="last added",
-        ),
-        pytest.param(
-            ["import os", BARE, "# Parameters\nmax_steps = 2"],
-            ["rloo.max_steps=2"],
-            id="a bare own cell",
-        ),
+        # undeclared names are not overridden; declared ones are, in papermill's cell too
+        ([OWN], SIXTY),
+        ([OWN, "# Parameters\nmax_steps = 5\nseed = 3"], ["rloo.max_steps=5", "run.seed=3"]),
+        # papermill --inject-paths was refused for two names that were not misspelt
+        ([OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'"], TWO),
+        # run again after training, the cell took seed and beta of later cells for parameters
+        ([OWN, "seed = 'abc'; beta = object(); n = 3", "x = 1  # Parameters", "# Parameters of a model\nn = 3"], SIXTY),
+        # a removed line no longer counts, nor a misspelt cell that was corrected, nor papermill's before it
+        ([OWN + "beta = 0.5\n", OWN], SIXTY),
+        ([TYPO, "x = 1", OWN], SIXTY),
+        ([OWN, "# Parameters\nmax_step = 1", OWN], SIXTY),
+        # the last that was added counts, and after a bare own cell too
+        ([OWN, "# Parameters\nmax_step = 1", "# Parameters\nmax_steps = 2"], TWO),
+        (["import os", BARE, "# Parameters\nmax_steps = 2"], TWO),
     ],
 )
 def test_which_cells_count(cells: list[str], overrides: list[str]) -> None:

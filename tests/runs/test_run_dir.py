@@ -157,17 +157,11 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 WAYS = {
     "truncated": truncate,
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "deleted": lambda path: path.unlink(),
-    "flipped": flip_a_bit,
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
 }
 
 

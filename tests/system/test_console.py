@@ -66,13 +66,11 @@ def on_a_terminal(code: str, repository: Path, folder: Path, width: int = 100, *
     [
         # a redrawn bar left ten carriage returns a second in each log and in each saved notebook
         (
-            "for _ in trange(100, desc='Map', unit=' rows'): work(0.25)",
+            "for _ in trange(60, desc='Map', unit=' rows'): work(0.25)",
             [
-                "Map: 20% | 20/100 | 4.00 rows/s | eta 00:20",
-                "Map: 40% | 40/100 | 4.00 rows/s | eta 00:15",
-                "Map: 60% | 60/100 | 4.00 rows/s | eta 00:10",
-                "Map: 80% | 80/100 | 4.00 rows/s | eta 00:05",
-                "Map: 100% | 100/100 | 4.00 rows/s | took 00:25",
+                "Map: 33% | 20/60 | 4.00 rows/s | eta 00:10",
+                "Map: 67% | 40/60 | 4.00 rows/s | eta 00:05",
+                "Map: 100% | 60/60 | 4.00 rows/s | took 00:15",
             ],
         ),
         # a dozen of bars, a millisecond each, stood above the first line that mattered
