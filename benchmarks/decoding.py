@@ -64,7 +64,7 @@ def load(shape: str, kind: str, folder: Path) -> Any:
 
 def make_sides(model: Any, decoders: list[Any]) -> dict[str, Any]:
     """Engines by name; the native ones with a decoder each."""
-    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.choice import build_engine
 
     sides: dict[str, Any] = {}
     for decoder in decoders:

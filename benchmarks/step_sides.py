@@ -240,11 +240,11 @@ def impose_lengths(trainer: Any, prompt_ids: list[list[int]], lengths: list[int]
 @contextlib.contextmanager
 def _imposed_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
     """The native engine makes a `CompletionState` for each row, in the prompts' order; it gets its target here."""
-    from rloo_kit.rollout import types
+    from rloo_kit.rollout import engine
 
     waiting = iter(lengths)
 
-    class TargetedState(types.CompletionState):  # type: ignore[misc]
+    class TargetedState(engine.CompletionState):  # type: ignore[misc]
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             self.target = next(waiting)
@@ -253,5 +253,5 @@ def _imposed_in_native(lengths: list[int], end_id: int) -> Iterator[None]:
             due = len(self.ids) + 1 >= self.target
             super().take(end_id if due else 0 if token == end_id else token, logp)
 
-    with mock.patch.object(types, "CompletionState", TargetedState):
+    with mock.patch.object(engine, "CompletionState", TargetedState):
         yield

@@ -29,9 +29,10 @@ def main() -> None:
     import torch
 
     import rloo_kit as kit
+    from rloo_kit.rollout.choice import build_engine
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
-    from rloo_kit.rollout.types import Call, Limits
+    from rloo_kit.rollout.engine import Call
+    from rloo_kit.rollout.types import Limits
     from tests.episodes import Echo
 
     kit.setup_environment()

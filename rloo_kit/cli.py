@@ -143,7 +143,7 @@ def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., Ru
     return found
 
 
-def find_run(source: Path, overrides: list[str] | None) -> "RunConfig":
+def read_run(source: Path, overrides: list[str] | None) -> "RunConfig":
     """`read_config` of a run's config file or of its folder, even if the folder was moved."""
     from rloo_kit.runs.find import find_run
 
@@ -413,8 +413,8 @@ def batch(
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.notebook.batch import NO_JOBS, load_batch
-    from rloo_kit.notebook.batch_run import run_batch
+    from rloo_kit.batch.batch_file import NO_JOBS, load_batch
+    from rloo_kit.batch.runner import run_batch
 
     if jobs is not None:
         raise ConfigError(f"--{NO_JOBS}")
@@ -473,7 +473,7 @@ def report(
         return
     if not runs or output is not None:
         raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
-    run = find_run(runs[0], overrides)
+    run = read_run(runs[0], overrides)
     from rloo_kit.results.report import write_report
     from rloo_kit.results.verdict import load_evaluation, load_result
 
@@ -589,7 +589,7 @@ def export(
     json: JsonLine = False,
 ) -> None:
     """Export a trained model for other programs, and compare it with the policy in those programs."""
-    run = find_run(source, overrides)
+    run = read_run(source, overrides)
     import rloo_kit as kit
 
     kit.setup_environment(run.model.backend)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rloo_kit.rollout.types import Call, Engine, Sampling
+from rloo_kit.rollout.engine import Call, Engine, Sampling
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"

@@ -219,7 +219,7 @@ class TokenClock:
 @contextmanager
 def clocked(bench: Bench, engine: Any) -> Iterator[TokenClock]:
     """Inside the block, the clock marks each token that the engine draws."""
-    from rloo_kit.rollout import types
+    from rloo_kit.rollout import engine as engines
 
     clock, original = TokenClock(bench.cuda), engine._model.generate
 
@@ -233,7 +233,7 @@ def clocked(bench: Bench, engine: Any) -> Iterator[TokenClock]:
         clock.stats = unsloth_stats(engine._model)
         return output
 
-    class Timed(types.CompletionState):  # type: ignore[misc]
+    class Timed(engines.CompletionState):  # type: ignore[misc]
         def take(self, *arguments: Any) -> None:
             super().take(*arguments)
             if self.number == 0:
@@ -243,7 +243,7 @@ def clocked(bench: Bench, engine: Any) -> Iterator[TokenClock]:
         with mock.patch.object(engine._model, "generate", generate):
             yield clock
     else:
-        with mock.patch.object(types, "CompletionState", Timed):
+        with mock.patch.object(engines, "CompletionState", Timed):
             yield clock
 
 
@@ -259,7 +259,7 @@ def make_engine(policy: Any, name: str, rows: int, temperature: float = 0.0) -> 
     """An engine whose rows never end and which does not halve them; raises BackendError if it refuses the policy."""
     import torch
 
-    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.choice import build_engine
 
     never = policy.model.get_input_embeddings().weight.shape[0] + 1
     engine: Any = build_engine(

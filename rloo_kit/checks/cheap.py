@@ -4,24 +4,17 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from rloo_kit.completion import Completion, Episode
 from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
-from rloo_kit.data.chat import (
-    LightTokenizer,
-    check_budget,
-    embedded_tokenizer,
-    family_of,
-    read_tokenizer,
-    template_options,
-)
+from rloo_kit.data.chat import check_budget, family_of, template_options
 from rloo_kit.data.gym import require_library
+from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
 from rloo_kit.data.load import needs_stack, prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
 from rloo_kit.plan import parts
@@ -32,9 +25,11 @@ from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
+from rloo_kit.rewarding.math_answer import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
+from rloo_kit.rewarding.score import make_columns, score
+from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
 from rloo_kit.rewarding.signature import weighted_sum
-from rloo_kit.rewarding.verifiers import NEEDS_MATH_VERIFY, RewardModel, find_model_fault
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.gpu import GIB
@@ -43,19 +38,13 @@ from rloo_kit.system.problems import Problem, catching, errors_of, warn, warning
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers, is_importable
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
+from rloo_kit.tools.turns import ToolFormat
 
 THOUGHT = "Let me think.\n"
 GAPS = ("", "\n", "\n\n")  # between the parts of a completion, as patterns of published rewards have them
 # Unexpected output that a model may write: tags twice, brackets that never close, other scripts, a huge number.
 HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\ufffd <b>None</b> NaN 🙂 ﷽ %s {{}} \\"
-
-
-class MadeUp(NamedTuple):
-    """A made-up completion: what it represents, its text without special tokens, and its ids, (C,)."""
-
-    kind: str
-    text: str
-    ids: list[int]
 
 
 def find_reward_faults(
@@ -73,22 +62,23 @@ def find_reward_faults(
         row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
             cannot be read: then nothing is called.
     """
-    made = [] if row is None or tokenizer is None else _make_completions(tokenizer, thinking, row.get("answer"))
     faults: list[Problem] = []
     names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
     scores: list[list[float | None] | None] = []
-    toolbox = open_toolbox(run) if made else None
+    is_called = row is not None and tokenizer is not None
+    toolbox = open_toolbox(run) if is_called else None
     if row is not None and toolbox is not None and toolbox.environment is not None:
         (started,) = toolbox.reset([0], [row])
         if started.kind == "failed":
             found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
             faults.append(Problem("tools", f"{found} ({', '.join(row)}): {started.detail}"))
-            made = []
+            is_called = False
         else:
             with catching("tools", faults):
                 form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
                 form.observe(row, started.content, toolbox.max_prompt_length)
             row = row | {"environments": toolbox.environments()[0]}
+    made = _make_completions(run, tokenizer, thinking, row) if is_called and row is not None else {}
     for index, name in enumerate(names):
         key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None
         if reward_funcs is None:
@@ -96,9 +86,9 @@ def find_reward_faults(
                 reward = _build(run, tokenizer, index, key)
                 _check_judge(f"{key}.params", reward, run, row)
         try:
-            if reward is not None and made and row is not None:
+            if reward is not None and made:
                 where = f"{key}.name '{name}'" if reward_funcs is None else f"{key} '{name}'"
-                called = _try_reward(run, reward, where, made, row, faults)
+                called = _try_reward(run, reward, where, made, faults)
         finally:
             if reward is not None and reward_funcs is None:
                 close_worker(reward)
@@ -124,11 +114,11 @@ def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> l
     return faults
 
 
-def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeUp]:
-    """Completions of one prompt, as the loop would pass them; `answer` is the gold answer, None without one."""
+def _make_completions(run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any]) -> dict[str, Completion]:
+    """Completions of a row, as the loop would pass them, by what each represents."""
     opening = f"{THOUGHT}{THINK_END}\n\n" if thinking else ""
     ending = tokenizer.eos_token or ""
-    right = "the answer" if answer is None else answer
+    right = "the answer" if row.get("answer") is None else row["answer"]
     texts = {
         "with the gold answer": f"{opening}{right}{ending}",
         "with the gold answer in a box": f"{opening}\\boxed{{{right}}}{ending}",
@@ -137,11 +127,17 @@ def _make_completions(tokenizer: Any, thinking: bool, answer: Any) -> list[MadeU
         "that is truncated": THOUGHT,
         "that is nonsense": f"{HOSTILE}{ending}",
     }
-    made = []
+    made = {}
     for kind, text in texts.items():
         ids = list(tokenizer(text)["input_ids"]) if text else []
-        made.append(MadeUp(kind, tokenizer.decode(ids, skip_special_tokens=True) if ids else "", ids))
+        made[kind] = make_up(run, row, tokenizer.decode(ids, skip_special_tokens=True) if ids else "", ids)
     return made
+
+
+def make_up(run: RunConfig, row: dict[str, Any], text: str, ids: list[int]) -> Completion:
+    """A completion of a row that nobody sampled."""
+    episode = Episode([{"role": "assistant", "content": text}]) if run.rloo.has_tools else None
+    return Completion(ids, text, ended=True, episode=episode, prompt=row["prompt"], row=row)
 
 
 def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
@@ -210,25 +206,18 @@ def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Probl
 def _check_judge(key: str, judge: Any, run: RunConfig, row: dict[str, Any] | None) -> None:
     """Raise RewardError if `judge` is one that cannot be asked about a row of the data."""
     if isinstance(judge, Judge):
-        asked = row and row | {name: values[0] for name, values in _columns_of(run, row, [""], [[]]).items()}
+        asked = row and {name: values[0] for name, values in _columns_of(run, [make_up(run, row, "", [])]).items()}
         task = "Say hello." if row is None else task_text(row["prompt"], row)
         if fault := judge.find_fault(asked, task):
             raise RewardError(f"{key}: {fault}")
 
 
-def _columns_of(run: RunConfig, row: dict[str, Any], texts: list[str], ids: list[list[int]]) -> dict[str, list[Any]]:
-    """What rewards get of made-up completions of a row, besides the convention's arguments."""
-    columns: dict[str, list[Any]] = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
-    if has_thinking_budget(run.rloo):
-        columns["thinking_forced"] = [False] * len(texts)
-    if run.rloo.has_tools:
-        columns["completion_mask"] = [[1] * len(one) for one in ids]
-        columns["turns"] = [[{"role": "assistant", "content": text}] for text in texts]
-    return columns
+def _columns_of(run: RunConfig, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    return make_columns(completions, has_thinking_budget(run.rloo), toolbox=None)
 
 
 def _try_reward(
-    run: RunConfig, reward: Any, name: str, made: list[MadeUp], row: dict[str, Any], faults: list[Problem]
+    run: RunConfig, reward: Any, name: str, made: dict[str, Completion], faults: list[Problem]
 ) -> list[float | None] | None:
     """A reward's values of all completions; None if it was not called, or, with a fault, cannot score all of them."""
     inner = getattr(reward, "reward", reward)
@@ -237,27 +226,21 @@ def _try_reward(
     is_left_out = isinstance(inner, RewardModel | EnvironmentReward) or hasattr(inner, "forward")
     if is_left_out or not callable(inner) or is_async(inner):
         return None  # it would load weights, it scores what has been played, or only a trainer can await it
-    texts = [one.text for one in made]
+    completions, row = list(made.values()), next(iter(made.values())).row
     if opens_thinking(row["prompt"]):
         parts = THINK_START, THOUGHT.strip(), THINK_END, "<answer>", str(row.get("answer")), "</answer>"
-        texts += [gap.join(parts) for gap in GAPS]
-    ids = [one.ids for one in [*made, *made][: len(texts)]]
-    columns = _columns_of(run, row, texts, ids)
+        ids = [completion.ids for completion in completions]
+        completions += [make_up(run, row, gap.join(parts), own) for gap, own in zip(GAPS, ids, strict=False)]
+    columns = _columns_of(run, completions)
+    arguments: dict[str, Any] = {"trainer_state": None, "log_extra": lambda name, values: None}
+    arguments["log_metric"] = lambda name, value: None
     try:
-        scored = guard(reward, columns).score(
-            prompts=[row["prompt"]] * len(texts),
-            completions=texts,
-            completion_ids=ids,
-            trainer_state=None,
-            log_extra=lambda name, values: None,
-            log_metric=lambda name, value: None,
-            **columns,
-        )
+        (scored,) = score([guard(reward, columns)], columns, **arguments)
     except RlooKitError as error:
         faults.append(Problem("rewards", f"{name}: {error}"))
         return None
     values, opened = scored.values[: len(made)], scored.values[len(made) :]
-    failed = [(one.kind, problem) for one, problem in zip(made, scored.problems, strict=False) if problem]
+    failed = [(kind, problem) for kind, problem in zip(made, scored.problems, strict=False) if problem]
     if failed:
         kinds = "any made-up completion" if len(failed) == len(made) else f"a completion {failed[0][0]}"
         found = f"{name} cannot score {kinds}: {failed[0][1]}. A run has such completions"

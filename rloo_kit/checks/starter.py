@@ -21,7 +21,7 @@ from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
-from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_file
+from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_data_file
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
@@ -79,7 +79,7 @@ _JINJA.filters |= {"quoted": partial(json.dumps, ensure_ascii=False), "gib": "{:
 
 
 @dataclass(frozen=True)
-class Table:
+class PromptTable:
     """A file with prompts and answers.
 
     Attributes:
@@ -204,9 +204,11 @@ def _kind_of(name: str, values: list[Any]) -> str:
     return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
 
 
-def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
+def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    rows = read_file(find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True))
+    rows = read_data_file(
+        find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True)
+    )
     texts = []
     for row, prompt in enumerate(rows.prompts):
         try:
@@ -225,7 +227,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> Table:
     golds = [find_boxed(gold) or gold for gold in golds]
     are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
     are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
-    return Table(source, prompt_column, answer_column, rows, texts, are_texts, golds, after, are_numbers)
+    return PromptTable(source, prompt_column, answer_column, rows, texts, are_texts, golds, after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -241,7 +243,7 @@ class Fitted(NamedTuple):
     fits: bool
 
 
-def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
+def suggest_model(table: PromptTable, gpu_gib: float | None = None) -> str:
     """The model to propose: the embedded one if the prompts are the additions that it knows; else on a GPU the largest
     of the shipped configs that fits, on a CPU a small language model."""
     if all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
@@ -255,7 +257,7 @@ def suggest_model(table: Table, gpu_gib: float | None = None) -> str:
     return FOR_GPU[-1]
 
 
-def fit(model: str, file: Path, table: Table, gpu_gib: float | None = None) -> Fitted:
+def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None) -> Fitted:
     """The config with the longest completions of which enough fit at once. Raises ConfigError if nothing fits (with a
     model that does), for a model of unknown shape, too few rows, and characters that an embedded model was not taught.
     """
@@ -289,7 +291,7 @@ def fit(model: str, file: Path, table: Table, gpu_gib: float | None = None) -> F
     )
 
 
-def _candidates(model: str, file: Path, table: Table, gpu_gib: float | None) -> Iterator[Fitted]:
+def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | None) -> Iterator[Fitted]:
     """Configs of a model, best first; lengths in tokens."""
     machine, thinks, module = find_machine(gpu_gib), thinks_by_keys({"name": model}), f"{_as_module(file.stem)}_rewards"
     is_embedded, is_smollm2 = model.startswith(EMBEDDED_PREFIX), model in SMOLLM2
@@ -353,7 +355,7 @@ def name_output(output: Path | None, source: str) -> Path:
 
 
 def write_starter(
-    model: str, table: Table, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
+    model: str, table: PromptTable, output: Path | None = None, gpu_gib: float | None = None, overwrite: bool = False
 ) -> str:
     """Write the config of a run into `output`, a file or folder, its reward and the reward's test; returns what was
     found, with the next commands. Raises ConfigError as `fit` does, and for existing files without `overwrite`."""

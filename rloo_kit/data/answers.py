@@ -48,7 +48,7 @@ def gold_answers(dataset: Any) -> list[Any] | None:
     if answers is not None and ROW_REWARDS in names:
         named = [names_in(value) for value in dataset[ROW_REWARDS]]
         pairs = zip(answers, named, strict=True)
-        answers = [gold if own is None or answer_reward_of(own) else None for gold, own in pairs]
+        answers = [gold if row_names is None or answer_reward_of(row_names) else None for gold, row_names in pairs]
     if rows is None:
         return answers
     answers = answers or [None] * len(rows)
@@ -57,16 +57,16 @@ def gold_answers(dataset: Any) -> list[Any] | None:
 
 def answer_reward_of(names: Iterable[str]) -> str | None:
     """The first of a run's rewards, by the names they are logged under, that compares with right answers; else None."""
-    found = set(names)
-    return next((name for name in (*REWARDS_WITH_ANSWERS, GYM_REWARD) if name in found), None)
+    logged = set(names)
+    return next((name for name in (*REWARDS_WITH_ANSWERS, GYM_REWARD) if name in logged), None)
 
 
 def find_judge(gold: list[Any] | None, names: Iterable[str]) -> str | None:
     """What judges whether answers are right: one of the run's rewards, by the `names` they are logged under, or EXACT;
     None without answers, and if no reward compares them and they are no texts or numbers."""
-    known = [answer for answer in gold or () if not has_no_answer(answer)]
+    answers = [answer for answer in gold or () if not has_no_answer(answer)]
     name = answer_reward_of(names)
-    return None if not known or (name is None and not all(map(is_comparable, known))) else name or EXACT
+    return None if not answers or (name is None and not all(map(is_comparable, answers))) else name or EXACT
 
 
 def is_comparable(answer: Any) -> bool:

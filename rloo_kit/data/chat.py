@@ -6,25 +6,17 @@ Qwen3.5, DeepSeek-R1's distillations, SmolLM3 and DeepSeek-V3.1.
 """
 
 import ast
-import datetime
 import json
 import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-from rloo_kit.config.model_names import always_thinks, find_embedded_problem, split_model_name
+from rloo_kit.config.model_names import always_thinks
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START, opens_thinking
+from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 FAMILIES = ("thinking", "hybrid", "instruct", "plain")
 ROLES = ("system", "user", "assistant", "tool")
@@ -68,22 +60,22 @@ def resolve_family(tokenizer: Any, name: str, family: str = "auto", enable_think
     """The family to render prompts for: `family`, or the template's own for "auto"; `plain` is always allowed. Raises
     ConfigError if `family` or `enable_thinking` contradicts the template, or if the template thinks only when asked to
     (Qwen3.5-0.8B) and `enable_thinking` is None."""
-    found = detect_family(tokenizer, name)
-    wanted = found if family == "auto" else family
+    default = detect_family(tokenizer, name)
+    wanted = default if family == "auto" else family
     if wanted not in FAMILIES:
         raise ConfigError(f"model.family is {family!r}; it must be auto or one of {', '.join(FAMILIES)}")
     prompt = _apply(tokenizer, _PROBE) if tokenizer.chat_template else ""
-    open_question = {wanted, found} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
-    if wanted not in (found, "plain") and not open_question:
+    open_question = {wanted, default} == {"thinking", "instruct"} and not opens_thinking(prompt) and not _closes(prompt)
+    if wanted not in (default, "plain") and not open_question:
         does = {
             "thinking": f"the tokenizer's chat template opens {THINK_START} in the prompt",
             "hybrid": "the tokenizer's chat template takes enable_thinking",
             "instruct": f"the tokenizer's chat template neither opens {THINK_START} nor takes enable_thinking",
             "plain": "the tokenizer has no chat template",
-        }[found]
+        }[default]
         raise ConfigError(
             f"model.family is {wanted!r}, but {does} (model.name: {name}). Set "
-            f"model.family: {found} or auto, or load the tokenizer of the checkpoint."
+            f"model.family: {default} or auto, or load the tokenizer of the checkpoint."
         )
     if wanted != "hybrid" and enable_thinking is not None and enable_thinking != (wanted == "thinking"):
         raise ConfigError(
@@ -131,9 +123,10 @@ def check_budget(run: RunConfig, family: str) -> None:
 
 def parse_conversation(prompt: Any) -> Any:
     """The messages of a conversation that is stored as text, JSON or Python's; anything else as it is."""
-    for read in (json.loads, ast.literal_eval) if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()) else ():
-        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            return read(prompt.strip())
+    if isinstance(prompt, str) and _TALK.fullmatch(prompt.strip()):
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                return read(prompt.strip())
     return prompt
 
 
@@ -177,10 +170,10 @@ def render_prompt(
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     text = _apply(tokenizer, messages, **options, **({"tools": tools} if tools else {}))
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    given, rendered = (re.sub(r"\s|/(no_)?think\b", "", one) for one in (system, text))  # a switch may be taken out
-    if given not in rendered:
-        found = "the tokenizer's chat template leaves the system message out"
-        raise DataError(f"{found}: write it into the prompts (and set data.system_prompt: null)")
+    wanted, rendered = (re.sub(r"\s|/(no_)?think\b", "", part) for part in (system, text))  # a switch may be taken out
+    if wanted not in rendered:
+        problem = "the tokenizer's chat template leaves the system message out"
+        raise DataError(f"{problem}: write it into the prompts (and set data.system_prompt: null)")
     if thinks(family, enable_thinking):
         switched = "answer at once" if _closes(text) else ""
     else:  # by a template that closes the thinking of other prompts
@@ -210,8 +203,8 @@ def _apply(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:  # a template is a program that may raise anything
-        found = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
-        raise DataError(f"{found}: {type(error).__name__}: {error}") from error
+        problem = f"the tokenizer's chat template cannot render roles {[message['role'] for message in messages]}"
+        raise DataError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def _closes(prompt: str) -> bool:
@@ -223,8 +216,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     """A prompt as messages, the system prompt first; raises DataError as `render_prompt`."""
     if isinstance(prompt, str):
         if _TALK.fullmatch(prompt.strip()):
-            found = "the prompt is a conversation as text that is neither JSON nor Python"
-            raise DataError(f"{found}; write that column with json.dumps")
+            problem = "the prompt is a conversation as text that is neither JSON nor Python"
+            raise DataError(f"{problem}; write that column with json.dumps")
         prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -240,8 +233,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            found = f"a content of type {type(content).__name__}"
-            raise DataError(f"message {number} of the prompt has {found}; it must be text")
+            problem = f"a content of type {type(content).__name__}"
+            raise DataError(f"message {number} of the prompt has {problem}; it must be text")
         _non_empty(content, f"message {number} of the prompt")
         for key, value in message.items():  # a template may use any of them
             if isinstance(value, str):
@@ -269,8 +262,8 @@ def refuse_surrogates(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = text[error.start].encode("unicode_escape").decode()
-        raise DataError(f"{what} contains {found} at character {error.start}, half of a surrogate pair") from error
+        half = text[error.start].encode("unicode_escape").decode()
+        raise DataError(f"{what} contains {half} at character {error.start}, half of a surrogate pair") from error
     return text
 
 
@@ -286,9 +279,9 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
-                    found = f"{where} contains the tokenizer's control token {token}"
+                    problem = f"{where} contains the tokenizer's control token {token}"
                     fix = "Give the bare text or the messages, or set model.family: plain for rendered prompts"
-                    raise DataError(f"{found}: a chat template seems to be applied already. {fix}")
+                    raise DataError(f"{problem}: a chat template seems to be applied already. {fix}")
             rest = _THOUGHT.sub("", text) if role == "assistant" and key == "content" else text
             for tag in tags:
                 if tag in rest:
@@ -319,179 +312,3 @@ def _without_bos(tokenizer: Any, text: str) -> str:
         return text
     adds_its_own = tokenizer(bos)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
     return text[len(bos) :] if adds_its_own else text
-
-
-NUM_BYTES = 256
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
-SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
-ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
-
-_TURNS = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-)
-TEMPLATES = {
-    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion has only </think>, as with Thinking-2507
-    "instruct": _TURNS + "{%- endif %}",
-}
-# Turns after the system's, with thoughts, calls as Qwen3 writes them, and results as turns of their own.
-TOOL_TURNS = (
-    "{%- for message in messages[1 if messages[0].role == 'system' else 0:] %}"
-    "{{- '<|im_start|>' + message.role + '\n' }}"
-    "{%- if message.reasoning_content is string %}"
-    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}"
-    "{%- endif %}"
-    "{{- message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    "{{- '\n' if message.content or not loop.first else '' }}"
-    '{{- \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- call.function.arguments | tojson + '}\n</tool_call>' }}"
-    "{%- endfor %}"
-    "{{- '<|im_end|>\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-# Without tools the text of `thinking`; with them, their names.
-TEMPLATES["untaught"] = (
-    "{%- set system = [messages[0].content] if messages[0].role == 'system' else [] %}"
-    "{%- if tools %}"
-    "{%- set system = system + ['tools: ' + tools | map(attribute='function.name') | join(', ')] %}"
-    "{%- endif %}"
-    "{%- if system %}{{- '<|im_start|>system\n' + system | join('\n') + '<|im_end|>\n' }}{%- endif %}"
-    + TOOL_TURNS
-    + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}"
-)
-
-
-@dataclass
-class LightTokenizer:
-    """The methods of a transformers tokenizer that the kit's light packages call.
-
-    Attributes:
-        tokenizer: of the library `tokenizers`. chat_template: None without one.
-        special: texts of `bos_token`, `eos_token` and `pad_token`, None if there is none.
-    """
-
-    tokenizer: Tokenizer
-    chat_template: str | None
-    special: dict[str, str | None]
-
-    def __post_init__(self) -> None:
-        self.bos_token, self.eos_token = self.special.get("bos_token"), self.special.get("eos_token")
-        self.bos_token_id = None if self.bos_token is None else self.tokenizer.token_to_id(self.bos_token)
-        self.eos_token_id = None if self.eos_token is None else self.tokenizer.token_to_id(self.eos_token)
-        self.added_tokens_decoder: dict[int, AddedToken] = dict(self.tokenizer.get_added_tokens_decoder())
-
-    @cached_property
-    def _vocab(self) -> dict[str, int]:
-        return dict(self.tokenizer.get_vocab(with_added_tokens=True))
-
-    def get_vocab(self) -> dict[str, int]:
-        """Text of every token -> id."""
-        return self._vocab
-
-    def __call__(self, texts: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
-        """`input_ids` of a text, or of each of a list."""
-        if isinstance(texts, str):
-            return {"input_ids": self.tokenizer.encode(texts, add_special_tokens=add_special_tokens).ids}
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        return {"input_ids": [one.ids for one in encoded]}
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids, (C,)."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any) -> str:
-        """The text of a conversation; raises what the template raises, and ValueError if ids are requested."""
-        if tokenize:
-            raise ValueError("tokenize is True, and this tokenizer renders text alone")
-        return str(
-            self._template.render({"messages": messages, "tools": None, "documents": None} | self.special | options)
-        )
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        """Compiled as transformers does, but for the tag `generation`, which marks tokens of the assistant; raises
-        `jinja2.TemplateSyntaxError` for a template that uses it."""
-        options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-        environment = ImmutableSandboxedEnvironment(**options, extensions=["jinja2.ext.loopcontrols"])
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        def write_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-        environment.filters["tojson"] = write_json
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        return environment.from_string(self.chat_template or "")
-
-
-def read_tokenizer(folder: Path) -> LightTokenizer | None:
-    """The tokenizer in a folder; None if only transformers can load it, or there is none."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        template, file = settings.get("chat_template"), folder / "chat_template.jinja"
-        if file.is_file():
-            template = file.read_text(encoding="utf-8")
-        elif isinstance(template, list):  # several, by name
-            template = next((one["template"] for one in template if one.get("name") == "default"), None)
-        special = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token")}
-        # Text, or a mapping with its flags.
-        texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in special.items()}
-        found = LightTokenizer(tokenizer, template, texts)
-        if template is not None:
-            _ = found._template
-    except Exception:  # tokenizers raises a bare Exception; transformers then explains the fault
-        return None
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return found
-
-
-# ---- of the embedded model
-
-
-def byte_symbols() -> list[str]:
-    """The 256 printable characters that stand for bytes in a byte-level BPE, sorted; the index is the id in Qwen3."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
-
-
-def check_names(name: str, vocabulary: str) -> None:
-    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
-    if problem := find_embedded_problem(name):
-        raise ConfigError(problem)
-    if vocabulary not in ROWS:
-        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
-
-
-def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
-    `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
-    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
-    if vocabulary == "compact":
-        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
-    taken = set(QWEN3_IDS.values())
-    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
-    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
-
-
-def embedded_tokenizer(name: str, vocabulary: str) -> LightTokenizer:
-    """The embedded model's tokenizer, whether or not that model is built; ConfigError if there is no such model."""
-    check_names(name, vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=token_ids(vocabulary), merges=[]))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([
-        AddedToken(token, normalized=False, special=token in SPECIAL_TOKENS) for token in CHAT_TOKENS
-    ])  # fmt: skip
-    special = {"bos_token": None, "eos_token": TURN_END, "pad_token": END_OF_TEXT}
-    return LightTokenizer(tokenizer, TEMPLATES[split_model_name(name)[0]], special)

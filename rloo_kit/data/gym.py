@@ -45,8 +45,8 @@ INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one
 def check_task(task: str, key: str) -> None:
     """Raise DataError for a task that does not exist or is refused; `key` names it in the configuration."""
     if task not in SOUND:
-        found = difflib.get_close_matches(task, SOUND, n=3, cutoff=0.4)
-        near = f"the nearest: {', '.join(found)}" if found else f"there are {', '.join(SOUND)}"
+        nearest = difflib.get_close_matches(task, SOUND, n=3, cutoff=0.4)
+        near = f"the nearest: {', '.join(nearest)}" if nearest else f"there are {', '.join(SOUND)}"
         if why := REFUSED.get(task):
             raise DataError(f"{key}: {GYM_PREFIX}{task} is refused: {why}. docs/data.md lists the tasks; {near}")
         raise DataError(f"{key}: reasoning-gym has no task '{task}'; {near}. docs/data.md lists those refused")
@@ -102,10 +102,10 @@ def read_gym(
     try:
         entries, drawn, left_out = _draw(task, json.dumps(options), level, options_key, start, count)
     except LateError:
-        given = options or ("its defaults" if level is None else f"the values of level {level}")
+        settings = options or ("its defaults" if level is None else f"the values of level {level}")
         limits = f"{BUILD_LIMIT_S:g} s to set up or more than {ROW_LIMIT_S:g} s to draw one question"
         fix = "set smaller values, or a wider range"
-        raise DataError(f"{blamed}: {source} took more than {limits} with {given}; {fix}") from None
+        raise DataError(f"{blamed}: {source} took more than {limits} with {settings}; {fix}") from None
     except RewardError as error:
         raise DataError(f"{key}: {source} cannot be drawn: {error}. If the library is broken, {INSTALL}") from None
     few = f"{source} gave {len(entries)} different questions in {drawn} draws; {count} were requested"
@@ -202,27 +202,27 @@ def make_dataset(
     defaults = {name: value for name, value in vars(config()).items() if name not in SET_ELSEWHERE}
     types = {field.name: str(field.type) for field in fields(config)}
     has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
-    given = {}
+    chosen = {}
     for name, value in options.items():
         if name in SET_ELSEWHERE:
             raise DataError(f"{options_key}.{name}: set {SET_ELSEWHERE[name]} instead")
         if name not in defaults:
             raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
         _check_type(f"{options_key}.{name}", types[name], defaults[name], value)
-        given[name] = tuple(value) if isinstance(defaults[name], tuple) else value
+        chosen[name] = tuple(value) if isinstance(defaults[name], tuple) else value
     values = {} if level is None else _read_level(task, level, options_key)
     try:
-        return make(config=config(**values | given | where))
+        return make(config=config(**values | chosen | where))
     except Exception as error:  # a task's own checks may raise anything
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
     if values:
         try:
             make(config=config(**values | where))
         except Exception as error:
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            found = f"{_level_key(options_key)} is {level}, and {source} refuses the values of that level ({what})"
-            raise DataError(f"{found}; set another, or {options_key} instead") from None
-    raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({what}); {has}")
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            problem = f"{_level_key(options_key)} is {level}, and {source} refuses the values of that level ({reason})"
+            raise DataError(f"{problem}; set another, or {options_key} instead") from None
+    raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({reason}); {has}")
 
 
 def _check_type(key: str, declared: str, default: Any, value: Any) -> None:
@@ -254,8 +254,8 @@ def _read_level(task: str, level: int, options_key: str) -> dict[str, Any]:
     if level >= count:
         raise DataError(f"{key} is {level}; the levels of {source} are 0 to {count - 1}")
     curriculum.set_global_level(level)
-    found = vars(curriculum.generate_configuration())
-    return {name: value for name, value in found.items() if name not in SET_ELSEWHERE}
+    values = vars(curriculum.generate_configuration())
+    return {name: value for name, value in values.items() if name not in SET_ELSEWHERE}
 
 
 @functools.lru_cache(maxsize=1)
@@ -285,9 +285,9 @@ def draw_row(
         if not isinstance(entry["answer"], str):
             raise ValueError(f"the stored answer is {entry['answer']!r}")
     except Exception as error:
-        what = excerpt(f"{type(error).__name__}: {error}", 300)
+        reason = excerpt(f"{type(error).__name__}: {error}", 300)
         where = f"{GYM_PREFIX}{task}, seed {seed + index}"
-        raise DataError(f"{where} cannot be drawn: {what}. Change {options_key}, or data.seed") from None
+        raise DataError(f"{where} cannot be drawn: {reason}. Change {options_key}, or data.seed") from None
     if not (answer := entry["answer"].strip()):
         return None, True
     return {name: entry[name] for name in ("question", "answer", "metadata")}, _score(verifier, answer, entry) == 1
@@ -315,14 +315,14 @@ def score(row: str, given: str | None) -> float | None:
     Raises:
         DataError: a task that is not offered, or cannot be created with its options.
     """
-    found = json.loads(row)
-    verifier = _make_verifier(found["task"], json.dumps(found["options"]), found["level"])
-    return None if given is None else _score(verifier, given, found["entry"])
+    stored = json.loads(row)
+    verifier = _make_verifier(stored["task"], json.dumps(stored["options"]), stored["level"])
+    return None if given is None else _score(verifier, given, stored["entry"])
 
 
-def _score(verifier: Any, given: str, entry: dict[str, Any]) -> float:
+def _score(verifier: Any, answer: str, entry: dict[str, Any]) -> float:
     try:
-        value = float(verifier.score_answer(given, entry))
+        value = float(verifier.score_answer(answer, entry))
     except KeyboardInterrupt:
         raise
     except BaseException:  # verifiers assume that an answer has the requested form; SystemExit is not an Exception

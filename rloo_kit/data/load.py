@@ -24,17 +24,17 @@ from rloo_kit.data.sources import (
     arrow_column,
     find_file,
     is_plain,
-    read_file,
+    read_data_file,
     read_folder,
+    read_given_rows,
     read_hub,
-    read_rows,
     to_dataset,
 )
 from rloo_kit.data.tasks import Family, find_family, make_rows
-from rloo_kit.data.tools import LIBRARY, read_library_rows, tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
+from rloo_kit.tools.toolbox import LIBRARY, read_library_rows, tool_schemas
 
 EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 SOURCE_COLUMN = "source"  # names each row's source in a mix
@@ -94,12 +94,12 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     with main_first():  # downloads and conversions are then cached for the other processes
-        found = prepare_data(run, tokenizer, rows)
-    train, test = found.train, found.test
+        prepared = prepare_data(run, tokenizer, rows)
+    train, test = prepared.train, prepared.test
     tables = _datasets(train, test) if train.source is test.source else [*_datasets(train), *_datasets(test)]
-    for note in found.notes:
+    for note in prepared.notes:
         say(f"data: {note}")
-    return replace(found, train=tables[0], test=tables[1])
+    return replace(prepared, train=tables[0], test=tables[1])
 
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
@@ -174,26 +174,26 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
     """A source with the settings of `data`, or of an entry of `data.sources`; what that omits comes from `data`. If a
     reward scores rows without an answer, a source of a mix may lack the column unless its entry names it."""
     section = run.data
-    own: DataSection | SourceSection = section if entry is None else (section.sources or [])[entry]
+    settings: DataSection | SourceSection = section if entry is None else (section.sources or [])[entry]
     prefix, share = "data.", Fraction(1)
     if entry is not None:
         prefix = f"data.sources.{entry}."
-        weights = [Fraction(str(each.weight)) for each in section.sources or []]
+        weights = [Fraction(str(item.weight)) for item in section.sources or []]
         share = weights[entry] / sum(weights)
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
-    asked = section if (own.options, own.curriculum_level) == (None, None) else own
+    asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
     return Part(
         source=source,
         columns=Columns(
-            prompt=own.prompt_column or section.prompt_column,
-            answer=own.answer_column or section.answer_column,
-            answer_required=needed or _names_answers(own),
+            prompt=settings.prompt_column or section.prompt_column,
+            answer=settings.answer_column or section.answer_column,
+            answer_required=needed or _names_answers(settings),
             prefix=prefix,
         ),
-        subset=own.subset or section.subset,
-        split=own.split or section.split,
-        answer_after=None if has_no_marker else own.answer_after or section.answer_after,
+        subset=settings.subset or section.subset,
+        split=settings.split or section.split,
+        answer_after=None if has_no_marker else settings.answer_after or section.answer_after,
         key=f"{prefix}source",
         split_key=f"{prefix}split",
         options=asked.options,
@@ -216,14 +216,14 @@ def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     section = run.data
     if rows is not None:
         part = replace(_part(run, ""), key="rows")
-        source = read_rows(rows, part.columns)
+        source = read_given_rows(rows, part.columns)
     elif section.sources is not None:
         return _read_mix(run, section.sources, thinking)
     else:
         part = _part(run, str(section.source))
         source = read_part(run, part, thinking)
     require_verifier(run, source, part.key)
-    return require_one_answer(run, decide_answers(run, draw(source, section.num_prompts, section.seed), part))
+    return require_one_answer(run, decide_answers(run, draw_subset(source, section.num_prompts, section.seed), part))
 
 
 def _read_test(run: RunConfig) -> DataSource:
@@ -260,7 +260,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     counts = share_out([len(source) for source in sources], [entry.weight for entry in entries], section.num_prompts)
     drawn, labels = [], []
     for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
-        chosen = draw(source, count, f"{section.seed}-{part.number - 1}")
+        chosen = draw_subset(source, count, f"{section.seed}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
         if is_gym(part.source):
@@ -270,8 +270,8 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
         labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
     require_verifier(run, mixed, "data.sources")
-    each = zip(counts, sources, labels, strict=True)
-    shares = ", ".join(f"{count} of the {len(source)} rows of {label}" for count, source, label in each)
+    triples = zip(counts, sources, labels, strict=True)
+    shares = ", ".join(f"{count} of the {len(source)} rows of {label}" for count, source, label in triples)
     limited = sum(counts) == section.num_prompts
     return replace(mixed, notes=(*mixed.notes, f"the mix has {shares}"), rows_left=limited)
 
@@ -283,20 +283,20 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         # For a mix at most max_rows, since the other sources supply the rest.
         count = min(wanted, family.max_rows) if run.data.sources else wanted
-        made = read_rows(make_rows(family, count, run.data.seed, name), Columns())
+        made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
         asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
         return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
     if part.source.startswith(LIBRARY):
         rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
-        return replace(read_rows(rows, Columns()), name=part.source)
+        return replace(read_given_rows(rows, Columns()), name=part.source)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
     if path.is_dir():
         return read_folder(path, part.split, part.split_key, part.columns)
-    return read_file(path, part.columns)
+    return read_data_file(path, part.columns)
 
 
 def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
@@ -310,7 +310,7 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
         raise DataError(f"{part.key}: {error}") from None
 
 
-def draw(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
+def draw_subset(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
     """`wanted` rows, drawn without replacement, in the source's order; None for all."""
     if wanted is None or wanted >= len(source):
         return source
@@ -435,13 +435,13 @@ def comparable_text(value: Any, where: str, column: str, after: str | None = Non
     """The text of an answer that rewards compare, behind the marker `after`; raises DataError, with the place and the
     column, if there is none."""
     if not is_comparable(value):
-        what = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
-        raise DataError(f"{where}: {what}; it must be text or a number where a reward compares it ({column})")
+        problem = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
+        raise DataError(f"{where}: {problem}; it must be text or a number where a reward compares it ({column})")
     text = _text(value, where, column)
     if after is None:
         return text
-    _, found, text = text.rpartition(after)
-    if not found:
+    _, marker, text = text.rpartition(after)
+    if not marker:
         key = column.split("answer_column")[0] + "answer_after"
         raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
     if not text.strip():
@@ -495,8 +495,8 @@ def render_row(
         options = run.model.enable_thinking, run.data.system_prompt, tools
         return render_prompt(tokenizer, source.prompts[row], family, *options)
     except DataError as error:
-        own = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
-        raise DataError(f"{source.where(row)}: {error} ({key or own})") from error
+        default = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
+        raise DataError(f"{source.where(row)}: {error} ({key or default})") from error
 
 
 def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: list[str], notes: list[str]) -> list[int]:
@@ -504,23 +504,23 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
     limit = run.data.max_prompt_length
     ids = tokenizer(texts)["input_ids"]
     if ids[0][-1:] == [tokenizer.eos_token_id] and not texts[0].rstrip().endswith(tokenizer.eos_token or "\0"):
-        found = f"the tokenizer appends {tokenizer.eos_token} to every text"
+        problem = f"the tokenizer appends {tokenizer.eos_token} to every text"
         fix = "Set tokenizer.add_eos_token = False, or save the tokenizer that way"
-        raise DataError(f"{found}, so the model would continue after the end of its turn. {fix}")
+        raise DataError(f"{problem}, so the model would continue after the end of its turn. {fix}")
     lengths = [len(row) for row in ids]
     fitting = [row for row, length in enumerate(lengths) if length <= limit]
     if len(fitting) == len(texts):
         return fitting
     longest = max(range(len(texts)), key=lengths.__getitem__)
-    found = (
+    problem = (
         f"{len(texts) - len(fitting)} of {len(texts)} prompts are longer than data.max_prompt_length={limit} tokens; "
         f"the longest has {lengths[longest]} ({source.where(longest)})"
     )
     if run.data.too_long == "refuse":
-        raise DataError(f"{found}. Raise data.max_prompt_length, or set data.too_long: drop to leave them out")
+        raise DataError(f"{problem}. Raise data.max_prompt_length, or set data.too_long: drop to leave them out")
     if not fitting:
-        raise DataError(f"{found}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
-    notes.append(f"{found}. They are dropped (data.too_long: drop)")
+        raise DataError(f"{problem}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
+    notes.append(f"{problem}. They are dropped (data.too_long: drop)")
     return fitting
 
 
@@ -530,38 +530,38 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
 def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[list[int], list[int]]:
     """Training rows in order, and shuffled, distinct test rows, of the training source or of the test source behind it;
     no prompt is on both sides."""
-    found, tested, size = sides[0], sides[-1], section.test_size
+    side, tested, size = sides[0], sides[-1], section.test_size
     groups: dict[str, list[int]] = {}  # the rows of each different prompt, in order
     for row in tested.rows:
         groups.setdefault(prompt_identity(tested.texts[row]), []).append(row)
     repeats, keys = len(tested.rows) - len(groups), list(groups)
     random.Random(f"split-{section.seed}").shuffle(keys)
-    if tested is not found:
+    if tested is not side:
         held_out = keys[: int(size)] if size >= 1 else keys
         if repeats:
             notes.append(f"{repeats} repeats of held-out prompts are left out of {tested.source.name}")
-        known = set(held_out)
-        train = [row for row in found.rows if prompt_identity(found.texts[row]) not in known]
-        both = len(found.rows) - len(train)
+        excluded = set(held_out)
+        train = [row for row in side.rows if prompt_identity(side.texts[row]) not in excluded]
+        lost = len(side.rows) - len(train)
         if not train:
             raise DataError(
-                f"all {both} training prompts of {found.source.name} are held-out prompts of {tested.source.name} too: "
+                f"all {lost} training prompts of {side.source.name} are held-out prompts of {tested.source.name} too: "
                 "none is left to train on. Name another file or split in data.test_source or data.test_split"
             )
-        if both:
-            notes.append(f"{both} rows of {found.source.name} are left out of training: their prompts are held out too")
+        if lost:
+            notes.append(f"{lost} rows of {side.source.name} are left out of training: their prompts are held out too")
         return train, [groups[key][0] for key in held_out]
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
         ways = [f"lower data.test_size to at most {len(groups) - 1}"] if len(groups) > 1 else []
         ways.append("set data.test_source to hold out prompts of another file")
-        if found.source.rows_left:
+        if side.source.rows_left:
             ways.append("raise data.num_prompts, which left rows out")
-        if dropped := len(found.texts) - len(found.rows):
+        if dropped := len(side.texts) - len(side.rows):
             ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
         fix = " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
         raise DataError(
-            f"{found.source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of "
+            f"{side.source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of "
             f"them: none is left to train on. {fix[0].upper()}{fix[1:]}"
         )
     held_out = keys[:wanted]

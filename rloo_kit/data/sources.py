@@ -17,7 +17,7 @@ from rloo_kit import _stack
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data.chat import parse_conversation, refuse_surrogates
 from rloo_kit.errors import DataError, excerpt
-from rloo_kit.system.input_files import DEEPEST, looked_for, places_of
+from rloo_kit.system.input_files import DEEPEST, is_deep, looked_for, places_of
 
 # Names that the trainer itself passes to a reward; columns may not use them.
 TAKEN_COLUMNS = (
@@ -68,8 +68,8 @@ class DataSource:
 
     def row(self, row: int) -> dict[str, Any]:
         """One row: `prompt`, `answer` (if there is such a column), and the columns that are passed on to rewards."""
-        found = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
-        return found | {name: self.column(name)[row] for name in (self.added_name, *self.other_names)}
+        values = {"prompt": self.prompts[row]} | ({} if self.answers is None else {"answer": self.answers[row]})
+        return values | {name: self.column(name)[row] for name in (self.added_name, *self.other_names)}
 
     @property
     def other_names(self) -> list[str]:
@@ -84,7 +84,7 @@ class DataSource:
         return USER_MESSAGE if QUESTION in self.other_names else QUESTION
 
     def column(self, name: str) -> Any:
-        """The values of one of `other_names`, or the user's last messages, by each of their names; else None a row."""
+        """The values of one of `other_names`, or the user's last messages, by each of their names; else only None."""
         if name in self.other_names:
             return self.others[name]
         return list(map(_last_question, self.prompts)) if name in (QUESTION, USER_MESSAGE) else [None] * len(self)
@@ -108,7 +108,7 @@ class DataSource:
 def _last_question(prompt: Any) -> str | None:
     """The user's last message of a prompt (text or messages); None without one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    asked = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
+    asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
     return asked[-1].get("content") if asked else None
 
 
@@ -136,8 +136,8 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
                 "save_to_disk of a datasets.Dataset or DatasetDict wrote"
             )
         if not stat.S_ISREG(mode):
-            what = "a pipe or a device, not a regular file"
-            raise DataError(f"{key}: {candidate} is {what}; save the rows to a file first")
+            kind = "a pipe or a device, not a regular file"
+            raise DataError(f"{key}: {candidate} is {kind}; save the rows to a file first")
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
                 f"{key}: {candidate} has the ending '{candidate.suffix}'; supported are {', '.join(FILE_KINDS)}. "
@@ -150,7 +150,7 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
     return None
 
 
-def read_file(path: Path, columns: Columns) -> DataSource:
+def read_data_file(path: Path, columns: Columns) -> DataSource:
     """The rows of a JSONL, CSV or Parquet file. Raises DataError, with file and line, for a broken or empty file, a
     malformed row or a missing column."""
     with explained(path):
@@ -190,8 +190,8 @@ def _json_rows(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
             row = json.loads(line)
         except json.JSONDecodeError as error:
             hint = ". Is this one JSON document? JSONL has one object per line" if number == 1 else ""
-            what = f"broken JSON: {error.msg} at column {error.colno}{hint}"
-            raise DataError(f"{path}, line {number}: {what}") from error
+            problem = f"broken JSON: {error.msg} at column {error.colno}{hint}"
+            raise DataError(f"{path}, line {number}: {problem}") from error
         except (ValueError, RecursionError) as error:  # thousands of digits or brackets
             raise DataError(f"{path}, line {number}: JSON that cannot be read: {error}") from error
         if not isinstance(row, dict):
@@ -200,16 +200,17 @@ def _json_rows(file: TextIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a JSONL or CSV file with their lines (a quoted field may span several). Of comma, semicolon and tab
-    the one separates that gives two lines the same number of fields, and most; with semicolons decimal commas are
-    refused in `answer`."""
+    """The rows of a JSONL or CSV file with their lines (a quoted field may span several). The separator is a comma,
+    semicolon or tab: which of them gives the first two lines the same number of fields, the largest one. With
+    semicolons, decimal commas are refused in `answer`."""
     if path.suffix.lower() == ".jsonl":
         with path.open(encoding="utf-8-sig") as lines:
             yield from _json_rows(lines, path)
         return
     csv.field_size_limit(2**31 - 1)  # 131,072 characters by default, for the whole process
     with path.open(encoding="utf-8-sig", newline="") as file:
-        head, header, start = list(islice(filter(str.strip, file), 2)), list[str](), 1
+        head = list(islice(filter(str.strip, file), 2))
+        header, start = list[str](), 1
         file.seek(0)
         counts = {mark: [*map(len, csv.reader(head, delimiter=mark)), 0, 0] for mark in ",;\t"}
         separator = max(counts, key=lambda mark: (counts[mark][0] == counts[mark][1] > 1, counts[mark][0]))
@@ -224,8 +225,8 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
                 if header and len(fields) != len(header):
                     raise DataError(f"{path}, line {number}: {len(fields)} fields, but the header has {len(header)}")
                 row = dict(zip(header, fields, strict=False))
-                if separator == ";" and answer and _DECIMAL_COMMA.fullmatch(found := row.get(answer, "")):
-                    raise DataError(f"{path}, line {number}: {found} has a decimal comma; write it with a point")
+                if separator == ";" and answer and _DECIMAL_COMMA.fullmatch(value := row.get(answer, "")):
+                    raise DataError(f"{path}, line {number}: {value} has a decimal comma; write it with a point")
                 if header:
                     yield number, row
                 header = header or fields
@@ -233,7 +234,7 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
             raise DataError(f"{path}, line {start}: broken CSV: {error}") from error
 
 
-def read_rows(rows: Any, columns: Columns) -> DataSource:
+def read_given_rows(rows: Any, columns: Columns) -> DataSource:
     """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
     messages). Raises DataError for no rows, a row of another type or a missing column."""
     is_arrow = hasattr(rows, "to_pylist")
@@ -246,7 +247,7 @@ def read_rows(rows: Any, columns: Columns) -> DataSource:
             "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
         )
     named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
-    bare = [{key: plain(item) for key, item in row.items()} for row in named]
+    bare = [{key: to_python(item) for key, item in row.items()} for row in named]
     return _from_dicts(bare, [f"row {number}" for number in range(1, len(bare) + 1)], "the list of rows", columns)
 
 
@@ -256,8 +257,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     for place, row in zip(places, rows, strict=True):
         for key in row:
             if not isinstance(key, str):
-                what = f"the column name {excerpt(key)} is a {type(key).__name__}"
-                raise DataError(f"{name}, {place}: {what}; write it as text")
+                problem = f"the column name {excerpt(key)} is a {type(key).__name__}"
+                raise DataError(f"{name}, {place}: {problem}; write it as text")
             refuse_surrogates(key, f"{name}, {place}: the column name")
         _require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
@@ -277,21 +278,21 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
     )
 
 
-def _require_columns(name: str, place: str, found: list[str], columns: Columns) -> None:
+def _require_columns(name: str, place: str, names: list[str], columns: Columns) -> None:
     """Raise DataError if the prompt column or a required answer column is missing."""
     for column, key, way_out in (
         (columns.prompt, "prompt_column", ""),
         (columns.answer, "answer_column", ", or remove the rewards that compare with an answer"),
     ):
-        if column not in found and (columns.answer_required or key == "prompt_column"):
+        if column not in names and (columns.answer_required or key == "prompt_column"):
             raise DataError(
-                f"{name}, {place}: no column '{column}'; columns found: {', '.join(found) or 'none'}. Name the right "
+                f"{name}, {place}: no column '{column}'; columns found: {', '.join(names) or 'none'}. Name the right "
                 f"one in {columns.prefix}{key}{way_out}"
             )
 
 
 def _taken_columns(
-    name: str, found: list[str], columns: Columns, images: tuple[str, ...] = ()
+    name: str, names: list[str], columns: Columns, images: tuple[str, ...] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out.
 
@@ -300,21 +301,21 @@ def _taken_columns(
     Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
     type.
     """
-    moved = [column for column in (columns.prompt, columns.answer) if column in found]
-    for column in found:
+    moved = [column for column in (columns.prompt, columns.answer) if column in names]
+    for column in names:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
             how = "type" if column in images else "name"
             raise DataError(
                 f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
                 "Remove the column from the data, or rename it if it contains something else"
             )
-    hidden = [column for column in ("prompt", "answer") if column in found and column not in moved]
-    refused = [column for column in TAKEN_COLUMNS if column in found and column not in moved]
+    hidden = [column for column in ("prompt", "answer") if column in names and column not in moved]
+    refused = [column for column in TAKEN_COLUMNS if column in names and column not in moved]
     replaced = f"is replaced by the column that {columns.prefix}"
     notes = [f"{name}: column '{column}' {replaced}{column}_column names" for column in hidden]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
-    own = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
-    return [*(column for column in moved if column in own), *hidden, *refused], tuple(notes)
+    taken = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
+    return [*(column for column in moved if column in taken), *hidden, *refused], tuple(notes)
 
 
 # ---- what only the stack can read
@@ -353,19 +354,19 @@ def read_folder(folder: Path, split: str | None, split_key: str, columns: Column
     splits. Raises DataError for a split that is not there, or a damaged folder."""
     datasets = _stack.load_stack().datasets
     try:
-        found = datasets.load_from_disk(str(folder))
+        stored = datasets.load_from_disk(str(folder))
     except Exception as error:  # the libraries that read it share no base class of errors
         raise DataError(
             f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
+    if not isinstance(stored, datasets.DatasetDict):
         if split_key == "data.test_split" and split is not None:
             raise DataError(f"{split_key} is {split!r}, but {folder} was saved without splits; remove {split_key}")
-        return _from_dataset(found, str(folder), columns)
+        return _from_dataset(stored, str(folder), columns)
     split = split or "test"
-    if split not in found:
-        raise DataError(f"{folder} has no split {split!r}; set {split_key} to one of {', '.join(found) or 'none'}")
-    return _from_dataset(found[split], f"{folder} ({split})", columns)
+    if split not in stored:
+        raise DataError(f"{folder} has no split {split!r}; set {split_key} to one of {', '.join(stored) or 'none'}")
+    return _from_dataset(stored[split], f"{folder} ({split})", columns)
 
 
 def read_hub(
@@ -379,13 +380,13 @@ def read_hub(
         table = datasets.load_dataset(source, name=subset, split=split)
     except Exception as error:  # the hub's libraries share no base class of errors
         text, where = " ".join(str(error).split()), f"{key}: '{source}' (subset {subset}, split {split})"
-        found = f"{where} could not be loaded: {type(error).__name__}: {text}"
+        cause = f"{where} could not be loaded: {type(error).__name__}: {text}"
         if re.search("config name is missing|builderconfig", text, re.IGNORECASE):
-            raise DataError(f"{found} Set {columns.prefix}subset to one of those named.") from error
+            raise DataError(f"{cause} Set {columns.prefix}subset to one of those named.") from error
         if "split" in text.lower() and not isinstance(error, OSError):
-            raise DataError(f"{found} Set {split_key} to one of those named.") from error
+            raise DataError(f"{cause} Set {split_key} to one of those named.") from error
         raise DataError(
-            f"{found} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
+            f"{cause} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
             "Load it once on a connected machine and copy the cache folder (HF_HOME), or save the split as a file "
             f"(dataset.to_parquet('data.parquet')) and set {key} to it."
         ) from error
@@ -405,14 +406,15 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
     feature = table.features.get(columns.answer)
     if answers and columns.prefix == "sft.":
-        answers = [_drop_nulls(one, feature) for one in answers]
+        answers = [_drop_nulls(answer, feature) for answer in answers]
     if answers and hasattr(feature, "int2str"):  # class labels: their names
         answers = [None if label is None or label < 0 else feature.int2str(label) for label in answers]
     elif answers and getattr(feature, "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
+    prompts = [_drop_nulls(prompt, table.features[columns.prompt]) for prompt in table[columns.prompt]]
     return DataSource(
         name=name,
-        prompts=[parse_conversation(_drop_nulls(one, table.features[columns.prompt])) for one in table[columns.prompt]],
+        prompts=list(map(parse_conversation, prompts)),
         answers=answers,
         others=table.select_columns(kept) if kept else None,
         places=places,
@@ -423,9 +425,9 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
 def _drop_nulls(value: Any, feature: Any) -> Any:
     """Messages without the keys that Arrow adds to an object: those of all objects of the column, with null."""
     if isinstance(value, dict) and isinstance(feature, dict):
-        return {key: _drop_nulls(one, feature[key]) for key, one in value.items() if one is not None}
+        return {key: _drop_nulls(item, feature[key]) for key, item in value.items() if item is not None}
     inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
-    return [_drop_nulls(one, inner) for one in value] if isinstance(value, list) and inner is not None else value
+    return [_drop_nulls(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
 
 
 def _holds_images(feature: Any) -> bool:
@@ -467,41 +469,30 @@ def arrow_column(key: str, values: list[Any], name: str) -> list[Any]:
     try:
         return list(pyarrow.array(values).to_pylist())
     except Exception as error:  # pyarrow's, or of an object that it looks into
-        what = f"column '{key}' has values that Arrow cannot store in one column ({error})"
-        raise DataError(f"{name}: {what}; a column has one type: convert, rename or remove it") from error
+        problem = f"column '{key}' has values that Arrow cannot store in one column ({error})"
+        raise DataError(f"{name}: {problem}; a column has one type: convert, rename or remove it") from error
 
 
 def is_plain(values: list[Any]) -> bool:
     """Whether all values are text, or numbers of one type, which Arrow can store: no need to load it (0.5 s)."""
     kinds = {type(value) for value in values} - {type(None)}
-    found = [value for value in values if value is not None]
-    if kinds == {str} and (text := "".join(found)).encode(errors="replace").decode() != text:
+    present = [value for value in values if value is not None]
+    if kinds == {str} and (text := "".join(present)).encode(errors="replace").decode() != text:
         return False  # half of a UTF-16 pair
     if kinds == {int}:
-        return -(2**63) <= min(found) <= max(found) < 2**63
+        return -(2**63) <= min(present) <= max(present) < 2**63
     return len(kinds) < 2 and kinds <= {str, float, bool}
 
 
-def is_deep(value: Any) -> bool:
-    """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
-    left = [(value, 1)]
-    while left:
-        found, level = left.pop()
-        if isinstance(found, (list, tuple, dict)):
-            if level > DEEPEST:
-                return True
-            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
-    return False
-
-
-def plain(value: Any, in_array: bool = False) -> Any:
+def to_python(value: Any, in_array: bool = False) -> Any:
     """What numpy, pandas, pyarrow and torch hand over as Python's own values: arrays as lists, NA and NaT as None.
     Objects in an array come from Arrow, and lose the keys without a value that it gives them."""
     value = float(str(value)) if type(value).__name__ == "float32" else value  # 0.1, not 0.10000000149011612
     for name in ("as_py", "tolist"):
-        value, in_array = (getattr(value, name)(), True) if hasattr(value, name) else (value, in_array)
+        if hasattr(value, name):
+            value, in_array = getattr(value, name)(), True
     if not isinstance(value, (list, tuple, dict)) or is_deep(value):
         return None if type(value).__name__ in ("NAType", "NaTType") else value
     if isinstance(value, dict):
-        return {key: plain(item, in_array) for key, item in value.items() if not in_array or item is not None}
-    return [plain(item, in_array) for item in value]
+        return {key: to_python(item, in_array) for key, item in value.items() if not in_array or item is not None}
+    return [to_python(item, in_array) for item in value]

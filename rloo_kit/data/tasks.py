@@ -94,8 +94,8 @@ def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMIL
     """`num` different problems of a run's half. A larger `num` with the same seed starts with the same problems.
     Raises DataError if the family `name` has fewer."""
     if not 0 <= num <= family.max_rows:
-        found = f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model"
-        raise DataError(f"{found}: lower data.num_prompts")
+        text = f"{num} {name} problems were asked for; embedded/{name} has up to {family.max_rows} for this model"
+        raise DataError(f"{text}: lower data.num_prompts")
     rng = random.Random(f"{name}-{seed}")
     problems: dict[str, Any] = {}
     while len(problems) < num:
@@ -117,9 +117,9 @@ def worked_rows(
     rng = random.Random(f"worked-{seed}")
     problems = draw_problems(family, num, seed, name)
     return [
-        {"prompt": family.question(one), "answer": family.answer(one)}
-        | {"completion": demonstration(family, one, rng, WORKED, thinking)}
-        for one in problems
+        {"prompt": family.question(problem), "answer": family.answer(problem)}
+        | {"completion": demonstration(family, problem, rng, WORKED, thinking)}
+        for problem in problems
     ]
 
 
@@ -251,10 +251,10 @@ class Sorting(Family):
         """
         lines, left, taken = [], problem, ""
         while left:
-            next_one = rng.choice(left) if rng.random() < slip else min(left)
-            left = left.replace(next_one, "")
-            taken += next_one
-            lines.append(f"{next_one}:{left}")
+            digit = rng.choice(left) if rng.random() < slip else min(left)
+            left = left.replace(digit, "")
+            taken += digit
+            lines.append(f"{digit}:{left}")
         return "\n".join(lines), taken
 
     def guess(self, problem: str, rng: random.Random, wrong: float) -> str:

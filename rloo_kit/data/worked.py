@@ -14,12 +14,12 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
-from rloo_kit.data.sources import Columns, DataSource, read_rows
+from rloo_kit.data.sources import Columns, DataSource, read_given_rows
 from rloo_kit.data.tasks import worked_rows
-from rloo_kit.data.tool_turns import Message, ToolFormat, check_call, make_call
-from rloo_kit.data.tools import tool_schemas
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
+from rloo_kit.tools.toolbox import tool_schemas
+from rloo_kit.tools.turns import Message, ToolFormat, check_call, make_call
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     thoughts = None
     if (column := run.sft.thinking_column) is not None:
         if column not in source.other_names:
-            found = f"columns found: {', '.join([run.sft.completion_column, *source.other_names])}"
+            columns = f"columns found: {', '.join([run.sft.completion_column, *source.other_names])}"
             raise DataError(
-                f"{source.name} has no column '{column}'; {found}. Name the right one in sft.thinking_column"
+                f"{source.name} has no column '{column}'; {columns}. Name the right one in sft.thinking_column"
             )
         thoughts = list(source.column(column))
-    known = {prompt_identity(text) for text in held_out}
+    excluded = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
     examples, unclosed = [], []
     limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
@@ -114,7 +114,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             left_out[f"whose column '{column}' is empty (sft.thinking_column)"] += 1
             continue
         prompt = render_row(run, tokenizer, family, source, row, writer.schemas, "sft.prompt_column")
-        if prompt_identity(prompt) in known:
+        if prompt_identity(prompt) in excluded:
             left_out["whose prompts are held out for the evaluation"] += 1
             continue
         written = writer.write(prompt, turns or [{"role": "assistant", "content": answer}], thought, where)
@@ -154,8 +154,8 @@ def _render_completion(
     text = answer if thought is None else f"{thought.strip()}\n{THINK_END}\n\n{answer}"  # as the Qwen3 models write it
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
-            found = f"the demonstration contains the control token {token}"
-            raise DataError(f"{where}: {found}; give only its text, without the chat template")
+            problem = f"the demonstration contains the control token {token}"
+            raise DataError(f"{where}: {problem}; give only its text, without the chat template")
     if thinking:
         text = text.removeprefix(THINK_START).lstrip("\n")
         if THINK_START in text or text.count(THINK_END) > 1:
@@ -177,49 +177,49 @@ class _Writer:
     def __init__(self, run: RunConfig, tokenizer: Any, thinking: bool) -> None:
         self.tokenizer, self.thinking, self.limit = tokenizer, thinking, run.rloo.tool_result_tokens
         self.schemas = tool_schemas(run)
-        self.names = [str(one["function"]["name"]) for one in self.schemas or ()]
+        self.names = [str(schema["function"]["name"]) for schema in self.schemas or ()]
         self.form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run)) if self.schemas else None
 
-    def read_turns(self, value: Any, what: str) -> list[Message] | None:
+    def read_turns(self, value: Any, where: str) -> list[Message] | None:
         """The messages of a demonstration with tools, calls in one form and results named; None for any other."""
         value = parse_conversation(value)
-        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             return None
         if len(value) < 2 and not any(
-            one.get("tool_calls") or one.get("reasoning_content") is not None for one in value
+            message.get("tool_calls") or message.get("reasoning_content") is not None for message in value
         ):
             return None
         if self.form is None and (len(value) > 1 or value[0].get("tool_calls")):
-            raise DataError(f"{what} has several messages or calls a tool, and the run has no tools: set rloo.tools")
+            raise DataError(f"{where} has several messages or calls a tool, and the run has no tools: set rloo.tools")
         turns, open_calls = list[Message](), list[str]()  # names of calls without a result so far
-        for number, one in enumerate(value, 1):
-            place, role = f"{what}: message {number}", one.get("role")
+        for number, message in enumerate(value, 1):
+            place, role = f"{where}: message {number}", message.get("role")
             previous = turns[-1]["role"] if turns else "tool"
             if role != ("tool" if open_calls else "assistant") or role == previous == "assistant":
                 wanted = f"the result of {open_calls[0]} (tool)" if open_calls else "the assistant's, after a result"
                 raise DataError(f"{place} has the role {excerpt(role)}, where there has to be {wanted}")
-            turn: Message = {"role": role, "content": _text(one.get("content"), place)}
+            turn: Message = {"role": role, "content": _text(message.get("content"), place)}
             if role == "tool":
                 turn["name"] = open_calls.pop(0)
-                if one.get("name") not in (None, turn["name"]):
-                    raise DataError(f"{place} is a result of {excerpt(one['name'])}, and the call is {turn['name']}")
-            if isinstance(one.get("reasoning_content"), str):
-                turn["reasoning_content"] = refuse_surrogates(one["reasoning_content"], place)
-            if one.get("tool_calls"):
-                turn["tool_calls"] = [self._read_call(call, place) for call in one["tool_calls"]]
+                if (name := message.get("name")) not in (None, turn["name"]):
+                    raise DataError(f"{place} is a result of {excerpt(name)}, and the call is {turn['name']}")
+            if isinstance(message.get("reasoning_content"), str):
+                turn["reasoning_content"] = refuse_surrogates(message["reasoning_content"], place)
+            if message.get("tool_calls"):
+                turn["tool_calls"] = [self._read_call(call, place) for call in message["tool_calls"]]
                 open_calls = [call["function"]["name"] for call in turn["tool_calls"]]
             turns.append(turn)
         if open_calls or turns[-1]["role"] != "assistant":
-            raise DataError(f"{what} ends with a tool's turn or a call; the last message is the assistant's answer")
+            raise DataError(f"{where} ends with a tool's turn or a call; the last message is the assistant's answer")
         return turns
 
     def _read_call(self, call: Any, place: str) -> dict[str, Any]:
         with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            found = call.get("function", call)
-            arguments = found["arguments"]
-            made = make_call(found["name"], json.loads(arguments) if isinstance(arguments, str) else arguments)
+            function = call.get("function", call)
+            arguments = function["arguments"]
+            made = make_call(function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments)
             check_call(made)
-            if found["name"] in self.names:
+            if function["name"] in self.names:
                 return made
         wanted = '{"name": ..., "arguments": {...}} without NaN, half characters or deep nesting, of a tool of the run'
         raise DataError(f"{place} calls {excerpt(call)}; a call is {wanted}: {', '.join(self.names)}")
@@ -239,8 +239,8 @@ class _Writer:
                 between = self._encode(self.form.render_results(results))
                 context.append((len(ids), len(ids) + len(between)))
                 ids, results, prompt = ids + between, [], self.form.generation_prompt
-            own = turn.get("reasoning_content", thought)
-            text = _render_completion(self.tokenizer, prompt, turn["content"].strip(), own, self.thinking, where)
+            reasoning = turn.get("reasoning_content", thought)
+            text = _render_completion(self.tokenizer, prompt, turn["content"].strip(), reasoning, self.thinking, where)
             if text is None:
                 return None
             if self.form is not None and "tool_calls" in turn:
@@ -259,7 +259,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
     name = section.source or data.source
     if rows is not None:
-        source = read_rows(rows, columns)
+        source = read_given_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
     elif is_gym(name):
@@ -272,16 +272,16 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, data.seed, thinking, task)
-        source = replace(read_rows(made, Columns(answer="completion")), name=name)
+        source = replace(read_given_rows(made, Columns(answer="completion")), name=name)
     else:
         subset, split = (data.subset, data.split) if section.source is None else (None, "train")
         subset, split = section.subset or subset, section.split or split
         part = Part(name, columns, subset, split, key="sft.source", split_key="sft.split")
         source = read_part(run, part, thinking)
     if source.answers is None:
-        found = [columns.prompt, *source.other_names]
+        names = [columns.prompt, *source.other_names]
         raise DataError(
-            f"{source.name} has no column '{columns.answer}' with demonstrations; columns found: {', '.join(found)}. "
+            f"{source.name} has no column '{columns.answer}' with demonstrations; columns found: {', '.join(names)}. "
             "Name the right one in sft.completion_column, or another file in sft.source"
         )
     if section.num_prompts is None or section.num_prompts >= len(source):
@@ -290,7 +290,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     return source.select(sorted(drawn))
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, where: str) -> str:
     """A demonstration as text, given as text or as a list of one assistant message; empty for null."""
     value = parse_conversation(value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
@@ -298,5 +298,5 @@ def _text(value: Any, what: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"{what} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
-    return refuse_surrogates(value, what)
+        raise DataError(f"{where} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
+    return refuse_surrogates(value, where)

@@ -10,17 +10,17 @@ from typing import Any
 from rloo_kit.config.model_names import RECORD
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
-from rloo_kit.evals.evaluate import last_turn, open_tools
+from rloo_kit.evals.evaluate import begins_thinking, open_tools
 from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
 from rloo_kit.results.samples import list_steps
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import split_turns
+from rloo_kit.rollout.thinking_budget import close_ids_for, make_budget_limits
+from rloo_kit.rollout.types import Limits
 from rloo_kit.runs.find import origin_of
 from rloo_kit.system.console import fill_text, picture_controls, plain_prompt, print_text
-from rloo_kit.think_tags import count_thinking, split_thinking
+from rloo_kit.think_tags import split_thinking
+from rloo_kit.tools.toolbox import open_toolbox
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ def ask(
                 if one.kind == "failed":
                     raise ConfigError(f"{one.detail}. A question has no row: give the arguments of reset defaults")
         limits = _find_limits(run, policy, len(policy.tokenizer(prompt)["input_ids"]), budget, max_tokens)
-        row = question if isinstance(question, dict) else {"question": asked}  # for an environment
+        row = question if isinstance(question, dict) else {"prompt": prompt, "question": asked}  # for an environment
         live = LiveText(policy.tokenizer) if stream and sys.stdout.isatty() else None
         if stream and title:
             print(f"{title}:")
         try:
-            given = replace(_sample(run, policy, prompt, row, live, **options, **limits), question=asked)
+            given = replace(_sample(run, policy, row, limits, live, **options), question=asked)
         finally:  # also on Ctrl-C
             if live is not None:
                 print()
@@ -160,44 +160,44 @@ class LiveText:
 
 
 def _sample(
-    run: RunConfig, policy: Policy, prompt: str, row: dict[str, Any], live: LiveText | None, **options: Any
+    run: RunConfig, policy: Policy, row: dict[str, Any], limits: Limits, live: LiveText | None, **options: Any
 ) -> Answer:
-    """The answer to a rendered prompt."""
+    """The answer to a row's rendered prompt."""
     started = time.monotonic()
     on_tokens = None if live is None else lambda _, ids: live.feed(ids)
-    options |= {"on_tokens": on_tokens, "tools": open_tools(run, policy), "rows": [row]}
-    (found,) = generate_completions(policy, [prompt], engine=run.rollout, **options)
+    tools = open_tools(run, policy)
+    (completion,) = generate_completions(
+        policy, [row], limits, engine=run.rollout, tools=tools, on_tokens=on_tokens, **options
+    )
     if live is not None:
-        live.feed(found.ids, is_last=True)
-    for failure in () if found.episode is None else found.episode.failures:
+        live.feed(completion.ids, is_last=True)
+    for failure in () if completion.episode is None else completion.episode.failures:
         print(fill_text(f"failed: {picture_controls(failure)}"), file=sys.stderr)
-    turns, (last, opened) = split_turns(found.ids, found.context), last_turn(found, prompt, policy.tokenizer)
+    last, opened = completion.turns[-1], begins_thinking(completion, policy.tokenizer)
     thinking, answer = split_thinking(last, policy.tokenizer, policy.tags, opened)
-    thought, count = found.thinking_tokens, sum(map(len, turns))
-    if thought is None:
-        thinks_here = opened or policy.tags.start_id in last[:1]
-        thought = count_thinking(turns, policy.tags.end_id) - found.ended if thinks_here else 0
+    thought = completion.thinking_tokens
+    if not completion.closed:  # the end token is no thought, and a model that never began has none
+        thought = thought - completion.ended if opened or policy.tags.start_id in last[:1] else 0
     return Answer(
-        question=prompt,
+        question=row["prompt"],
         thinking=thinking,
         answer=answer,
-        tokens=count,
+        tokens=completion.tokens,
         thinking_tokens=thought,
-        ended=found.ended,
-        closed=found.closed,
-        forced=found.forced,
+        ended=completion.ended,
+        closed=completion.closed,
+        forced=bool(completion.forced),
         seconds=time.monotonic() - started,
-        turns=[] if found.episode is None else found.episode.messages,
+        turns=[] if completion.episode is None else completion.episode.messages,
     )
 
 
 def _find_limits(
     run: RunConfig, policy: Policy, prompt_tokens: int, budget: int | None, max_tokens: int | None
-) -> dict[str, Any]:
-    """The length limits for `generate_completions`; refuses a prompt that leaves no room for them."""
+) -> Limits:
+    """The limits of a completion; refuses a prompt that leaves no room for them."""
     length = max_tokens or run.eval.max_completion_length or run.rloo.max_completion_length
-    limits: dict[str, Any] = {"max_completion_length": length}
-    needed = length
+    limits, needed = Limits(length), length
     if budget is not None:
         close = run.rloo.thinking_close
         left = length - budget - len(close_ids_for(policy.tokenizer, policy.tags, close))
@@ -207,7 +207,8 @@ def _find_limits(
                 f"(max_tokens) above {length - left} or lower --budget (budget)"
             )
         answer = left if max_tokens else max(left, run.eval.answer_budget)
-        limits |= {"thinking_budget": budget, "answer_budget": answer, "thinking_close": close}
+        has_turns = run.rloo.has_tools
+        limits = make_budget_limits(policy.tokenizer, policy.tags, length, budget, answer, close, has_turns)
         needed = length - left + answer
     room = count_room(run, policy)
     if prompt_tokens + needed > room:

@@ -8,11 +8,12 @@ run's folder for a resume.
 import hashlib
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
+from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
@@ -23,8 +24,9 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import Measured, wilson
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
-from rloo_kit.rollout.completions import Completion, generate_completions
-from rloo_kit.rollout.types import Progress
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.engine import Progress
+from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.processes import is_distributed, say
@@ -148,22 +150,30 @@ def _measure(
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
         seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {chunk[0][0]}".encode()).digest()[:4], "big")
-        texts, judge.gold, starts = map(list, zip(*chunk, strict=True))
-        completions = _sample(run, policy, texts, samples, seed, [rows.get(one, {}) for one in starts], report)
+        judge.gold = [answer for _, answer, _ in chunk]
+        starts = [{"prompt": prompt} | rows.get(start, {}) for prompt, _, start in chunk]
+        completions = _sample(run, policy, starts, samples, seed, report)
         verdicts = judge.judge(completions) or []
         measured += [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
     return measured
 
 
 def _sample(
-    run: RunConfig, policy: Policy, prompts: list[str], samples: int, seed: int, rows: Any, note: Progress | None = None
+    run: RunConfig, policy: Policy, rows: list[dict[str, Any]], samples: int, seed: int, note: Progress | None = None
 ) -> list[Completion]:
-    """Completions of training prompts, sampled as RLOO samples; `rows`: of the dataset, for an environment."""
-    options: dict[str, Any] = {"batch_size": run.rollout.rows or run.eval.batch_size, "engine": run.rollout}
-    names = ("max_completion_length", "temperature", "thinking_budget", "answer_budget", "thinking_close")
-    options |= {name: getattr(run.rloo, name) for name in names}
-    options |= {"tools": open_tools(run, policy), "rows": rows, "on_batch": note}
-    return generate_completions(policy, prompts, num_samples=samples, seed=seed, **options)
+    """Completions of training prompts, sampled as RLOO samples."""
+    return generate_completions(
+        policy,
+        rows,
+        limits_of(run.rloo, policy.tokenizer, policy.tags),
+        num_samples=samples,
+        temperature=run.rloo.temperature,
+        batch_size=run.rollout.rows or run.eval.batch_size,
+        seed=seed,
+        engine=run.rollout,
+        tools=open_tools(run, policy),
+        on_batch=note,
+    )
 
 
 @dataclass(frozen=True)
@@ -233,11 +243,9 @@ def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int 
     if rewards is None:
         return None
     dataset = data.train.select(range(min(num_prompts, len(data.train))))
-    own = share_of(range(len(dataset)))
-    mine = dataset.select(own)
-    sampled = _sample(run, policy, list(mine["prompt"]), samples, run.run.seed, mine)
-    completions = gather_lists([replace(done, prompt_index=own[done.prompt_index]) for done in sampled])
-    total, single = rewards.score(dataset, completions, samples)
+    own = [dataset[place] for place in share_of(range(len(dataset)))]
+    completions = gather_lists(_sample(run, policy, own, samples, run.run.seed))
+    total, single = rewards.score(completions, samples)
     for reward in built:
         close_worker(reward)
     groups = [[value for value in values if value is not None] for values in total]

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
+from rloo_kit.completion import Completion, measure_calls
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection, has_thinking_budget
 from rloo_kit.data.answers import (
     EXACT,
     GYM_REWARD,
     REWARDS_WITH_ANSWERS,
-    ROW_REWARDS,
     GymRow,
     find_judge,
     gold_answers,
@@ -24,7 +24,6 @@ from rloo_kit.data.answers import (
 )
 from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
-from rloo_kit.data.tools import Toolbox, open_toolbox
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
@@ -33,29 +32,29 @@ from rloo_kit.results.intervals import Measured, Scores, clustered, mean_of_comp
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.rewarding.guard import GuardedReward, guard, is_relative, log_names, reward_name
 from rloo_kit.rewarding.registry import build_reward, make_rewards
+from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
-from rloo_kit.rollout.completions import Completion, generate_completions, measure_calls
-from rloo_kit.rollout.episodes import ToolUse, episode_columns, make_tool_use
-from rloo_kit.rollout.thinking_budget import close_ids_for, make_limits
-from rloo_kit.rollout.types import Limits, split_turns
+from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.episodes import ToolUse, make_tool_use
+from rloo_kit.rollout.thinking_budget import close_ids_for, limits_of, make_budget_limits
+from rloo_kit.rollout.types import Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
-from rloo_kit.think_tags import count_thinking, opens_thinking, split_thinking
+from rloo_kit.think_tags import opens_thinking, split_thinking
+from rloo_kit.tools.toolbox import open_toolbox
 
 _Value = TypeVar("_Value")
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # not passed as columns, as in TRL
 
 
 class HeldOutRewards:
     """The rewards of a run behind separate guards, with the names that training logs.
 
-    A reward is called as in a rollout: prompts, texts and ids, every column, `thinking_forced` if the run has a
-    thinking budget, those of `episode_columns` if it has tools, as many completions per call as one process has of a
-    rollout. Two things differ: its log calls are dropped, and `trainer_state` is always that of the run's last step, so
-    that all evaluations measure the same.
+    A reward is called as in a rollout, with as many completions per call as one process has of a rollout. Two things
+    differ: its log calls are dropped, and `trainer_state` is always that of the run's last step, so that all
+    evaluations measure the same.
 
     Args:
         run: reads `rloo`; its tools are opened.
@@ -74,25 +73,25 @@ class HeldOutRewards:
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
         self._constant |= dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-    def measure(self, dataset: Any, completions: list[Completion], measured: Evaluation) -> None:
+    def measure(self, completions: list[Completion], measured: Evaluation) -> None:
         """Write the mean rewards of `completions` into `measured`; each process scores a part.
 
         Args:
-            dataset: the prompts with their columns. completions: of all prompts, in order, equally many for each.
+            completions: of all prompts, in order, equally many for each.
         """
         if not self.is_callable:
             return
-        measured.take_rewards(*self.score(dataset, completions, measured.num_samples))
+        measured.take_rewards(*self.score(completions, measured.num_samples))
         sources = sorted(read_sources(self._rewards).items())
         measured.sources = digest_texts(map(str, sources)) if sources else ""
 
-    def score(self, dataset: Any, completions: list[Completion], size: int) -> tuple[Scores, dict[str, Scores]]:
+    def score(self, completions: list[Completion], size: int) -> tuple[Scores, dict[str, Scores]]:
         """The weighted sum of each completion of each prompt (`size` of them), and each reward by name; None where
         nothing was scored. Each process scores a part: with an environment, its own episodes of the last batch."""
-        own = share_of(range(len(dataset)))  # whole prompts: a reward may compare siblings
-        found = gather_objects(self._score_own(dataset, completions[own.start * size : own.stop * size], size))
-        rows = [row for part, _ in found for row in part]
-        failures = [message for _, part in found for message in part]
+        own = share_of(range(len(completions) // size))  # whole prompts: a reward may compare siblings
+        parts = gather_objects(self._score_own(completions[own.start * size : own.stop * size], size))
+        rows = [row for part, _ in parts for row in part]
+        failures = [message for _, part in parts for message in part]
         total = [weighted_sum(row, self._weights) for row in rows]
         if failures:
             share = total.count(None) / len(rows)
@@ -101,34 +100,28 @@ class HeldOutRewards:
         for name, column in zip(self.names, zip(*rows, strict=True), strict=True):
             known = [value if value is not None and math.isfinite(value) else None for value in column]
             single[name] = by_prompt(known, size)
-        tasks = [task_of(row) for row in dataset] if ROW_REWARDS in dataset.column_names else []
+        tasks = [task_of(completion.row) for completion in completions]
         for task in sorted(set(filter(None, tasks))):
-            its = [value if tasks[place // size] == task else None for place, value in enumerate(total)]
-            single[f"task {task}"] = by_prompt(its, size)
+            of_task = [value if name == task else None for name, value in zip(tasks, total, strict=True)]
+            single[f"task {task}"] = by_prompt(of_task, size)
         return by_prompt(total, size), single
 
-    def _score_own(
-        self, dataset: Any, completions: list[Completion], num_samples: int
-    ) -> tuple[list[list[float | None]], list[str]]:
+    def _score_own(self, completions: list[Completion], size: int) -> tuple[list[list[float | None]], list[str]]:
         """Every reward of each completion (None: does not apply, NaN: failed), and messages."""
         rows, messages = list[list[float | None]](), list[str]()
-        size = max(1, self._size // num_samples) * num_samples
-        samples = [dataset[done.prompt_index] for done in completions]
-        given: dict[str, list[Any]] = {"prompts": [sample["prompt"] for sample in samples]}
-        given |= {"completions": [one.text for one in completions], "completion_ids": [one.ids for one in completions]}
-        names = [name for name in dataset.column_names if name not in NOT_COLUMNS]
-        given |= {name: [sample[name] for sample in samples] for name in names}
-        given |= {"thinking_forced": [done.forced for done in completions]} if self._has_budget else {}
-        given |= _columns_of(completions, self._toolbox)
-        for start in range(0, len(completions), size):
-            batch = {name: values[start : start + size] for name, values in given.items()}
-            columns = []
-            for reward in self._rewards:
-                found = reward.score(**batch, **self._constant)
-                pairs = zip(found.values, found.failed, strict=True)
-                columns.append([math.nan if failed else value for value, failed in pairs])
-                messages += found.failures[:1]
-            rows += [list(row) for row in zip(*columns, strict=True)]
+        if not completions:
+            return rows, messages
+        columns = make_columns(completions, self._has_budget, self._toolbox)
+        at_once = max(1, self._size // size) * size
+        for start in range(0, len(completions), at_once):
+            batch = {name: values[start : start + at_once] for name, values in columns.items()}
+            scored = score(self._rewards, batch, **self._constant)
+            messages += [message for reward in scored for message in reward.failures[:1]]
+            values = [
+                [math.nan if failed else value for value, failed in zip(reward.values, reward.failed, strict=True)]
+                for reward in scored
+            ]
+            rows += map(list, zip(*values, strict=True))
         return rows, messages
 
 
@@ -141,15 +134,6 @@ def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutReward
         say(f"WARNING: the held-out reward is not measured: {error}")
         return None, []
     return HeldOutRewards(run, made), [reward.reward for reward in made]
-
-
-def _columns_of(completions: list[Completion], toolbox: Toolbox | None = None) -> dict[str, list[Any]]:
-    """The columns that rewards get of episodes, by name; none without tools."""
-    if not completions or completions[0].episode is None:
-        return {}
-    ids, context = [done.ids for done in completions], [done.context for done in completions]
-    found = episode_columns(ids, context, [done.episode for done in completions], toolbox)
-    return {name: [one[name] for one in found] for name in found[0]}
 
 
 def open_tools(run: RunConfig, policy: Policy) -> ToolUse | None:
@@ -231,7 +215,7 @@ def evaluate_with(
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
         measured = _measure_sampled(generate, judge, completions)
         if rewards is not None:
-            rewards.measure(dataset, completions, measured)
+            rewards.measure(completions, measured)
         if run.eval.greedy:
             _measure_greedy(generate, judge, rewards, measured)
         measured.budgets = [_measure_budget(generate, judge, budget) for budget in run.eval.thinking_budgets]
@@ -267,41 +251,39 @@ class AnswerJudge:
         self.gold = None if self.judged_by is None else gold
         by_text = any(not isinstance(answer, GymRow) for answer in self.gold or ())
         own = given.get(self.judged_by) if self.judged_by in REWARDS_WITH_ANSWERS else None
-        self.reward: Any = guard(own) if own is not None else None
-        if by_text and own is None:
-            self.reward = _build_judge(run, tokenizer, REWARDS_WITH_ANSWERS)
         by_verifier = any(isinstance(answer, GymRow) for answer in self.gold or ())
-        self.gym_reward: Any = _build_judge(run, tokenizer, (GYM_REWARD,)) if by_verifier else None
+        self._built: list[Any] = []
+
+        def build(names: tuple[str, ...]) -> Any:
+            self._built.append(_build_judge(run, tokenizer, names))
+            return self._built[-1]
+
+        self.reward: Any = guard(own or build(REWARDS_WITH_ANSWERS)) if by_text or own is not None else None
+        self.gym_reward: Any = guard(build((GYM_REWARD,))) if by_verifier else None
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
-        """One verdict per completion, by the right answer of its `prompt_index` (None if that has no answer); None
-        without any answers."""
+        """One verdict per completion, equally many of each prompt of `gold` (None if that has no answer); None without
+        any answers."""
         if self.gold is None:
             return None
         verdicts: list[bool | None] = [None] * len(completions)
-        gold = [self.gold[done.prompt_index] for done in completions]
+        size = len(completions) // len(self.gold)
+        gold = [answer for answer in self.gold for _ in range(size)]
         for column, reward in (("answer", self.reward), (GYM_COLUMN, self.gym_reward)):
             judged = [place for place, one in enumerate(gold) if isinstance(one, GymRow) == (column == GYM_COLUMN)]
             judged = [place for place in judged if not has_no_answer(gold[place])]
             for start in range(0, len(judged), JUDGED_AT_ONCE):
                 places = judged[start : start + JUDGED_AT_ONCE]
-                batch = [completions[place] for place in places]
-                scores = reward(
-                    prompts=[""] * len(batch),
-                    completions=[completion.text for completion in batch],
-                    completion_ids=[completion.ids for completion in batch],
-                    thinking_forced=[completion.forced for completion in batch],
-                    **_columns_of(batch),
-                    **{column: [gold[place] for place in places]},
-                )
-                self.unscored += sum(score is None or math.isnan(score) for score in scores)
-                for place, score in zip(places, scores, strict=True):
-                    verdicts[place] = score == 1.0
+                batch = [replace(completions[place], row={column: gold[place]}) for place in places]
+                (scored,) = score([reward], make_columns(batch, has_budget=True, toolbox=None))
+                self.unscored += scored.values.count(None)
+                for place, value in zip(places, scored.values, strict=True):
+                    verdicts[place] = value == 1.0
         return verdicts
 
     def close(self) -> None:
         """End the processes of rewards that were built here, if they have any."""
-        for reward in (self.reward, self.gym_reward):
+        for reward in self._built:
             close_worker(reward)
 
 
@@ -320,20 +302,19 @@ class _Generator:
 
     def __init__(self, run: RunConfig, policy: Policy, dataset: Any, label: str, passes: int) -> None:
         self.run, self.policy, self.dataset, self.label = run, policy, dataset, label
-        self.prompts, self.tools = list(dataset["prompt"]), open_tools(run, policy)
-        self.limit = run.eval.max_completion_length or run.rloo.max_completion_length
-        self.limits = Limits(self.limit)
+        self.tools = open_tools(run, policy)
+        longest = run.eval.max_completion_length or run.rloo.max_completion_length
+        self.limits = Limits(longest)
         if thinks(policy.family, run.model.enable_thinking):
-            rloo = run.rloo
-            budgets = (rloo.thinking_budget, rloo.answer_budget, rloo.thinking_close, rloo.thinking_budget_total)
-            limits = make_limits(policy.tokenizer, policy.tags, rloo.max_completion_length, *budgets)
-            self.limits = replace(limits, max_completion_length=self.limit)
-        self.own = share_of(self.prompts)
+            self.limits = replace(limits_of(run.rloo, policy.tokenizer, policy.tags), max_completion_length=longest)
+        self.own = share_of(range(len(dataset)))
         self.done, self.total = 0, passes * len(self.own)
         self.begun = self.printed_at = time.monotonic()
         self.each = " by each process" if is_distributed() else ""
 
-    def __call__(self, what: str, temperature: float, **options: Any) -> list[Completion]:
+    def __call__(
+        self, what: str, temperature: float, num_samples: int = 1, limits: Limits | None = None
+    ) -> list[Completion]:
         def report(done: int, total: int) -> None:
             now, done = time.monotonic(), self.done + done
             if now - self.printed_at >= max(self.run.run.progress_every_s, 0.1) and 0 < done < self.total:
@@ -343,14 +324,20 @@ class _Generator:
                 say(f"{name}: {done}/{self.total} completions{self.each} ({what}){eta}")
                 self.printed_at = now
 
-        prompts, seed = [self.prompts[place] for place in self.own], self.run.run.seed + process_index()
-        options = {"limits": None if "thinking_budget" in options else self.limits} | options
-        options |= {"max_completion_length": self.limit, "temperature": temperature, "engine": self.run.rollout}
-        options |= {"batch_size": self.run.eval.batch_size, "seed": seed, "on_batch": report}
-        options |= {"tools": self.tools, "rows": [self.dataset[place] for place in self.own]}
-        completions = generate_completions(self.policy, prompts, **options)
+        completions = generate_completions(
+            self.policy,
+            [self.dataset[place] for place in self.own],
+            limits or self.limits,
+            num_samples=num_samples,
+            temperature=temperature,
+            batch_size=self.run.eval.batch_size,
+            seed=self.run.run.seed + process_index(),
+            engine=self.run.rollout,
+            tools=self.tools,
+            on_batch=report,
+        )
         self.done += len(completions)
-        return gather_lists([replace(done, prompt_index=self.own[done.prompt_index]) for done in completions])
+        return gather_lists(completions)
 
 
 def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list[Completion]) -> Evaluation:
@@ -359,19 +346,18 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
     verdicts = _judge(judge, completions)
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
     samples = _samples(generate, completions, own)
-    tokens = [sum(map(len, split_turns(one.ids, one.context))) for one in completions]
     is_thinking, limits = thinks(policy.family, run.model.enable_thinking), generate.limits
     measured = Evaluation(
         label=generate.label,
         num_prompts=len(dataset),
         num_samples=num_samples,
         temperature=run.eval.temperature,
-        max_completion_length=generate.limit,
+        max_completion_length=limits.max_completion_length,
         thinking_budget=limits.thinking_budget or limits.thinking_total,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
-        forced_share=_mean([completion.forced for completion in completions]) if limits.close_ids else None,
+        forced_share=_mean([bool(completion.forced) for completion in completions]) if limits.close_ids else None,
         truncated_share=_mean([not completion.ended for completion in completions]),
-        mean_tokens=_mean(tokens),
+        mean_tokens=_mean([completion.tokens for completion in completions]),
         tools=_measure_tools(completions),
         samples=samples[: run.eval.num_completions],
         more_samples=samples[run.eval.num_completions :],
@@ -379,11 +365,8 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
         prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
     if is_thinking:
-        thinking = [
-            float(done.thinking_tokens or count_thinking(split_turns(done.ids, done.context), policy.tags.end_id))
-            for done in completions
-        ]
-        if (found := mean_of_completions(by_prompt(thinking, num_samples), num_samples)) is not None:
+        thinking = by_prompt([float(completion.thinking_tokens) for completion in completions], num_samples)
+        if (found := mean_of_completions(thinking, num_samples)) is not None:
             measured.measures[THINKING] = found
     if verdicts is not None and (accuracy := mean_of_completions(by_prompt(verdicts, num_samples), num_samples)):
         measured.judged_by, measured.judge_weight = judge.judged_by, judge.weight
@@ -401,7 +384,7 @@ def _measure_tools(completions: list[Completion]) -> dict[str, float]:
     if failures := [text for one in episodes for text in one.failures]:
         say(f"WARNING: tool {failures[0]} ({len(failures)} calls failed; the model gets the error)")
     calls = [call for one in episodes for call in one.calls]
-    return measure_calls(calls, [len(done.context) + 1 for done in completions]) if episodes else {}
+    return measure_calls(calls, [len(completion.turns) for completion in completions]) if episodes else {}
 
 
 def _measure_greedy(
@@ -416,15 +399,23 @@ def _measure_greedy(
         if (verdicts := _judge(judge, completions)) is not None:
             found["accuracy"] = mean_of_completions([[one] for one in verdicts], 1)
         if rewards is not None and by_reward:
-            found["reward"] = mean_of_completions(rewards.score(generate.dataset, completions, 1)[0], 1)
+            found["reward"] = mean_of_completions(rewards.score(completions, 1)[0], 1)
     measured.measures |= {f"greedy_{name}": one for name, one in found.items() if one is not None}
 
 
 def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Budget:
     run = generate.run
-    limits = {"answer_budget": run.eval.answer_budget, "thinking_close": run.rloo.thinking_close}
-    completions = generate(f"budget {budget}", run.eval.temperature, thinking_budget=budget, **limits)
-    forced = [completion.forced for completion in completions]
+    limits = make_budget_limits(
+        generate.policy.tokenizer,
+        generate.policy.tags,
+        generate.limits.max_completion_length,
+        budget,
+        run.eval.answer_budget,
+        run.rloo.thinking_close,
+        has_turns=generate.tools is not None,
+    )
+    completions = generate(f"budget {budget}", run.eval.temperature, limits=limits)
+    forced = [bool(completion.forced) for completion in completions]
     verdicts = _judge(judge, completions) or [None] * len(forced)
 
     def accuracy(*sides: bool) -> Measured | None:
@@ -449,19 +440,29 @@ def _samples(
             left -= len(prompt) + len(completion.text) + len(str(turns))
             if left < 0:
                 break
-        ids, opened = last_turn(completion, prompt, policy.tokenizer)
-        thinking, answer = split_thinking(ids, policy.tokenizer, policy.tags, opened)
-        shown = {"prompt": prompt, "thinking": thinking, "answer": answer, "gold": dataset[index].get("answer")}
-        shown |= {"correct": None if verdicts is None else verdicts[number], "ended": completion.ended}
-        shown |= {"closed": completion.closed, "tokens": sum(map(len, split_turns(completion.ids, completion.context)))}
-        samples.append(shown | {"thinking_tokens": completion.thinking_tokens, "forced": completion.forced} | turns)
+        opened = begins_thinking(completion, policy.tokenizer)
+        thinking, answer = split_thinking(completion.turns[-1], policy.tokenizer, policy.tags, opened)
+        sample = {
+            "prompt": prompt,
+            "thinking": thinking,
+            "answer": answer,
+            "gold": completion.row.get("answer"),
+            "correct": None if verdicts is None else verdicts[number],
+            "ended": completion.ended,
+            "closed": completion.closed,
+            "tokens": completion.tokens,
+            "thinking_tokens": completion.thinking_tokens if completion.closed else None,
+            "forced": bool(completion.forced),
+        }
+        samples.append(sample | turns)
     return samples
 
 
-def last_turn(done: Completion, prompt: str, tokenizer: Any) -> tuple[list[int], bool]:
-    """The ids of a completion's last turn, and whether it begins inside a thought. `prompt`: the rendered one."""
-    before = tokenizer.decode(done.ids[slice(*done.context[-1])]) if done.context else prompt
-    return split_turns(done.ids, done.context)[-1], opens_thinking(before)
+def begins_thinking(completion: Completion, tokenizer: Any) -> bool:
+    """Whether a completion's last turn begins inside a thought."""
+    context = completion.context
+    before = tokenizer.decode(completion.ids[slice(*context[-1])]) if context else completion.prompt
+    return opens_thinking(before)
 
 
 def digest_prompts(dataset: Any) -> str:

@@ -193,7 +193,7 @@ def check_adapter(saved: Path) -> None:
     raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
 
 
-def write_adapter(job: Job) -> Written:
+def export_adapter(job: Job) -> Written:
     """The adapter for PEFT, with its base under a name that is valid on other machines."""
     saved = job.run.folder / "adapter"
     for file in sorted(saved.iterdir()):
@@ -221,7 +221,7 @@ def write_adapter(job: Job) -> Written:
     )
 
 
-def write_merged(job: Job) -> Written:
+def export_merged(job: Job) -> Written:
     """Merged weights for transformers and vLLM."""
     weights = list_weights(job.policy.model)
     held = getattr(job.settings, "dtype", None) or torch.float32
@@ -257,7 +257,7 @@ def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
     return f"vllm serve {shlex.quote(folder)} --max-model-len {run.model.max_seq_length}{parser}"
 
 
-def write_gguf(job: Job) -> Written:
+def export_gguf(job: Job) -> Written:
     """A GGUF file and its Modelfile."""
     weights, run, usage = list_weights(job.policy.model), job.run, []
     wanted = job.kind or "f16"
@@ -313,4 +313,4 @@ def _drop_machine(folder: Path) -> None:
     write_json(file, kept)
 
 
-WRITERS = {"adapter": write_adapter, "merged": write_merged, "gguf": write_gguf, "vllm": write_merged}
+WRITERS = {"adapter": export_adapter, "merged": export_merged, "gguf": export_gguf, "vllm": export_merged}

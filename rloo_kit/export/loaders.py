@@ -14,7 +14,7 @@ from typing import Any
 CANDIDATES = 20  # likeliest tokens per position of llama.cpp's answer; the policy's token is looked up among them
 
 
-def score(model: Any, prompt: list[int], completion: list[int]) -> tuple[list[float], list[int]]:
+def score_completion(model: Any, prompt: list[int], completion: list[int]) -> tuple[list[float], list[int]]:
     """The log-probability of each token of a completion, and the likeliest token at each of their places."""
     import torch
 
@@ -61,7 +61,7 @@ def ask_transformers(request: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for row in request["rows"]:
         prompt = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
-        logps, greedy = score(model, row["ids"], row["completion"])
+        logps, greedy = score_completion(model, row["ids"], row["completion"])
         rows.append({"prompt_tokens": prompt, "logps": logps, "greedy": greedy})
     return {"version": version(request["loader"]), "rows": rows}
 

@@ -15,6 +15,7 @@ from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.types import Limits
 from rloo_kit.system.versions import is_importable
 
 ENGINE = "generate"  # both backends have it, and it does not start vLLM
@@ -23,7 +24,7 @@ REFUSED = "the export is not what was trained"
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class ParityLimits:
     """Largest and mean difference of a token's log-probability in nats, and the least share of equal greedy texts."""
 
     largest: float
@@ -35,13 +36,13 @@ class Tolerance:
 # the measurements. The tensors prove the weights; a program that reads them wrongly (RoPE, norms, tokens) differs by
 # far more than this. In 16 bits and below, greedy texts diverge at near-ties and stay apart.
 OF_FILE = {
-    "float32": Tolerance(1e-3, 1e-4, 0.95),
-    "float16": Tolerance(5e-2, 5e-3, 0.8),
-    "bfloat16": Tolerance(0.3, 3e-2, 0.5),
-    "q8_0": Tolerance(1.0, 6e-2, 0.25),
-    "q4_k_m": Tolerance(3.0, 0.3, 0.0),
+    "float32": ParityLimits(1e-3, 1e-4, 0.95),
+    "float16": ParityLimits(5e-2, 5e-3, 0.8),
+    "bfloat16": ParityLimits(0.3, 3e-2, 0.5),
+    "q8_0": ParityLimits(1.0, 6e-2, 0.25),
+    "q4_k_m": ParityLimits(3.0, 0.3, 0.0),
 }
-OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": Tolerance(1.0, 5e-2, 0.3)}
+OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": ParityLimits(1.0, 5e-2, 0.3)}
 TYPES = {"LoRA": "float32", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # other kinds are types themselves
 # llama.cpp sums the softmax of its reported log-probs in float32, likeliest first: a smaller share than this
 # is lost to rounding, possibly in every row of the vocabulary.
@@ -87,7 +88,7 @@ class Parity:
     mean: float
     equal: int
     unseen: int
-    limits: Tolerance
+    limits: ParityLimits
 
     @property
     def problems(self) -> list[str]:
@@ -115,15 +116,15 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
     """The trained policy's greedy completions of rendered prompts, with log-probabilities."""
     limit = min(run.eval.max_completion_length or run.rloo.max_completion_length, LONGEST)
     plain = replace(policy, precision="no")  # other programs have no autocast
-    made = generate_completions(plain, prompts, max_completion_length=limit, temperature=0, engine=ENGINE)
+    made = generate_completions(plain, prompts, Limits(limit), temperature=0, engine=ENGINE)
     base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
     table = base.get_input_embeddings().weight
     rows = []
     with policy.inference_mode():
         for text, completion in zip(prompts, made, strict=True):
-            ids = policy.tokenizer(text)["input_ids"]
-            logps, _ = loaders.score(policy.model, ids, completion.ids)
-            rows.append({"text": text, "ids": ids, "completion": completion.ids, "logps": logps})
+            logps, _ = loaders.score_completion(policy.model, completion.prompt_ids, completion.ids)
+            ids = {"ids": completion.prompt_ids, "completion": completion.ids}
+            rows.append({"text": text, **ids, "logps": logps})
     return Reference(rows, limit, str(table.dtype).removeprefix("torch."), str(policy.model.device), table.shape[0])
 
 
@@ -173,7 +174,7 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
         mean=sum(differences) / len(differences),
         equal=equal,
         unseen=unseen,
-        limits=Tolerance(max(largest) + lost, max(mean) + lost, min(share)),
+        limits=ParityLimits(max(largest) + lost, max(mean) + lost, min(share)),
     )
     if parity.problems:
         raise ExportError(

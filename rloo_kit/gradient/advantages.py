@@ -173,14 +173,14 @@ def scale_by_group(values: torch.Tensor, rewards: torch.Tensor, num_generations:
     >>> scale_by_group(torch.tensor([0.5, -0.5, 1.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
     tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
     """
-    grouped, own = rewards.view(-1, num_generations), values.view(-1, num_generations)  # (prompts, K)
+    grouped, grouped_values = rewards.view(-1, num_generations), values.view(-1, num_generations)  # (prompts, K)
     scored = (~grouped.isnan()).sum(dim=1, keepdim=True)  # (prompts, 1)
     squares = (grouped - grouped.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
     deviation = (squares / (scored - 1).clamp(min=1)).sqrt()
     high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = grouped.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    is_tied = (high <= low) & ~own.isnan()  # by comparison: the mean of equal numbers may be off by rounding
-    return (own / (deviation + SCALE_EPSILON)).masked_fill(is_tied, 0.0).view(-1)
+    is_tied = (high <= low) & ~grouped_values.isnan()  # by comparison: the mean of equal numbers may be off by rounding
+    return (grouped_values / (deviation + SCALE_EPSILON)).masked_fill(is_tied, 0.0).view(-1)
 
 
 def find_moments(values: torch.Tensor) -> torch.Tensor:
@@ -251,9 +251,9 @@ class RunningMoments:
     @classmethod
     def from_dict(cls, state: dict[str, float]) -> "RunningMoments":
         """Restore from `to_dict`."""
-        found = cls()
-        found._moments = torch.tensor([state[name] for name in ("count", "mean", "squares")], dtype=torch.float64)
-        return found
+        moments = cls()
+        moments._moments = torch.tensor([state[name] for name in ("count", "mean", "squares")], dtype=torch.float64)
+        return moments
 
 
 def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -84,8 +84,8 @@ class _ScoreTokens(torch.autograd.Function):
                     sums[1][columns] += grad_logits.T @ hidden[rows].float()
                 if sums[2] is not None:
                     sums[2][columns] += grad_logits.sum(dim=0)
-        found = [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
-        return *found, *[None] * 4
+        gradients = [None if total is None else total.to(like.dtype) for total, like in zip(sums, likes, strict=True)]
+        return *gradients, *[None] * 4
 
 
 def _score_tile(
@@ -102,7 +102,7 @@ def _score_tile(
     One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's
     exponential is kept separate from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
     """
-    own = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
+    target_exp = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
     for columns in _column_tiles(weight):
         logits = _tile_logits(hidden, weight, bias, columns, temperature)  # (n, v), float32
         place = (targets - columns.start).clamp(0, logits.size(1) - 1)[:, None]
@@ -113,22 +113,22 @@ def _score_tile(
             largest = torch.maximum(largest, top)
             drop = top - largest
             shrink = drop.exp()
-            spread = shrink * (spread + drop * (own + rest))
-            own, rest = own * shrink, rest * shrink
+            spread = shrink * (spread + drop * (target_exp + rest))
+            target_exp, rest = target_exp * shrink, rest * shrink
             slopes = slopes * shrink[:, None] if prepare else slopes
         top = largest
         logits.sub_(top[:, None])
         exponentials = logits.exp() if need_entropy else logits.exp_()
         if need_entropy:
             spread = spread + torch.bmm(exponentials[:, None], logits[:, :, None]).flatten()
-        mine = exponentials.gather(1, place).squeeze(1)
-        own = own + torch.where(is_here, mine, 0.0)
-        exponentials.scatter_(1, place, torch.where(is_here, 0.0, mine)[:, None])
+        at_target = exponentials.gather(1, place).squeeze(1)
+        target_exp = target_exp + torch.where(is_here, at_target, 0.0)
+        exponentials.scatter_(1, place, torch.where(is_here, 0.0, at_target)[:, None])
         rest = rest + exponentials.sum(dim=1)
         if prepare:
             product = (exponentials.to(weight.dtype) @ weight[columns]).float()
             slopes = product if columns.start == 0 else slopes + product
-    total = own + rest
+    total = target_exp + rest
     log_norm = top + total.log()
     entropy = total.log() - spread / total if need_entropy else total[:0]
     if prepare:
@@ -214,17 +214,17 @@ def attach_token_scoring(model: torch.nn.Module) -> None:
             return plain_forward(*args, **kwargs)
         if token_weights is not None:
             kwargs["output_router_logits"] = True
-        found = self.base_model(*args, **kwargs, use_cache=False)
+        output = self.base_model(*args, **kwargs, use_cache=False)
         aux_loss = None
         if token_weights is not None:  # E times the sum over experts of (share of tokens) x (mean router probability)
-            if not (routed := getattr(found, "router_logits", None)):
+            if not (routed := getattr(output, "router_logits", None)):
                 raise BackendError(
                     "the model returns no router logits, so its auxiliary loss cannot be computed: set "
                     "router_aux_loss_coef=0.0"
                 )
             experts, chosen = text_config.num_experts, text_config.num_experts_per_tok
             aux_loss = load_balancing_loss_func(routed, experts, chosen, token_weights)
-        states = found.last_hidden_state  # (B, L, H)
+        states = output.last_hidden_state  # (B, L, H)
         head = self.get_output_embeddings()
         scored = states.flatten(0, 1)[score_positions.to(states.device)].to(head.weight.device)  # (N, H)
         with _scoring_head(head, temperature / logit_scale, need_entropy):

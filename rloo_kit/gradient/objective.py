@@ -127,14 +127,14 @@ def _bounded_gain(
     lower = torch.full_like(advantages, -math.inf).masked_fill(negative, low)
     upper = torch.full_like(advantages, high).masked_fill(negative, top)
     gain = log_ratio.clamp(min=lower, max=upper).exp() * advantages
-    found = log_ratio.detach()
+    detached = log_ratio.detach()
     parts = {
-        "ratio": found.exp(),
-        "clipped_low": (found < low) & negative,
-        "clipped_high": (found > high) & (advantages > 0),
-        "bounded": (found > top) & negative,
+        "ratio": detached.exp(),
+        "clipped_low": (detached < low) & negative,
+        "clipped_high": (detached > high) & (advantages > 0),
+        "bounded": (detached > top) & negative,
     }
-    return gain, {name: part.to(found.dtype) for name, part in parts.items()}
+    return gain, {name: part.to(detached.dtype) for name, part in parts.items()}
 
 
 def correction_weights(

@@ -104,7 +104,7 @@ def lay_out(groups: Sequence[Group], layout: str, pad_id: int = 0) -> Layout:
         score_positions=torch.cat(predictors),
         score_targets=torch.cat([completion for group in groups for completion in group.completions]),
         sequences=sequences,
-        groups=[(len(group.prompt), [len(one) for one in group.completions]) for group in groups if group.completions],
+        groups=[(len(group.prompt), list(map(len, group.completions))) for group in groups if group.completions],
     )
 
 
@@ -243,11 +243,11 @@ def _alike(lengths: list[int]) -> list[list[int]]:
 def install(model: torch.nn.Module) -> None:
     """Make the model's attention accept `packing=`; a second call changes nothing. Raises ValueError, with the reason,
     if the attention is not looked up by name or is not SDPA."""
-    found = model.config._attn_implementation
-    if found == NAME:
+    attention = model.config._attn_implementation
+    if attention == NAME:
         return
-    if found != PLAIN:
-        raise ValueError(f"its attention is {found!r}, and only {PLAIN!r} is replaced")
+    if attention != PLAIN:
+        raise ValueError(f"its attention is {attention!r}, and only {PLAIN!r} is replaced")
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError("its attention is not looked up through transformers' interface")
     AttentionInterface.register(NAME, _attend)
@@ -298,8 +298,8 @@ def attend_by_plan(
         parts = [states.index_select(0, plan.flat_index) for states in (query, key, value)]  # (F, heads, D)
         bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
         options: dict[str, Any] = {"enable_gqa": is_grouped} if TAKES_GROUPED else {}
-        found = varlen_attn(*parts, *bounds, scale=scaling, window_size=(-1, 0), **options)  # (-1, 0) is causal
-        return found.index_select(0, plan.flat_inverse)
+        output = varlen_attn(*parts, *bounds, scale=scaling, window_size=(-1, 0), **options)  # (-1, 0) is causal
+        return output.index_select(0, plan.flat_inverse)
     out = []
     for bucket in plan.buckets:
         parts = [

@@ -162,10 +162,10 @@ class Scorer:
                 break
         if not agree:
             return ("padded",), f"padded rows; {'; '.join(refused)}"
-        found = f"{' and '.join(agree)} rows agree with single sequences"
+        reason = f"{' and '.join(agree)} rows agree with single sequences"
         if len(agree) > 1:
-            found += f"; prompts are shared where repeating them takes {SHARED_PAYS} times the tokens"
-        return tuple(agree), "; ".join([found, *refused])
+            reason += f"; prompts are shared where repeating them takes {SHARED_PAYS} times the tokens"
+        return tuple(agree), "; ".join([reason, *refused])
 
     def _prepare(self, model: torch.nn.Module) -> None:
         """Make the model accept packed rows. Raises ValueError, with the reason, if its layers cannot: a state leaks
@@ -180,18 +180,18 @@ class Scorer:
         trained = [value for value in model.parameters() if value.requires_grad and value.numel() <= LARGEST_WATCHED]
         # of the first and the last layers: a leak anywhere shows in one of them
         watched = trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
-        found = list[torch.Tensor]()
-        lengths = [len(one) for groups in passes for group in groups for one in group.completions]
+        scored = list[torch.Tensor]()
+        lengths = [len(ids) for groups in passes for group in groups for ids in group.completions]
         weights = torch.linspace(-1.0, 2.0, sum(lengths))
         with _quiet(model, bool(watched)), torch.set_grad_enabled(bool(watched)), _gradients_aside(model):
             for groups in passes:
                 logps = self._pass(model, groups, layout, need_entropy=False).logps
-                own, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
+                factors, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
                 if watched:  # backward(), because reentrant checkpoints refuse `autograd.grad`
-                    (logps * own).sum().backward()
-                found.append(logps.detach())
-            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in watched]
-        return torch.cat(found), [gradient.float() for gradient in gradients]
+                    (logps * factors).sum().backward()
+                scored.append(logps.detach())
+            gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in watched]
+        return torch.cat(scored), [gradient.float() for gradient in gradients]
 
     def _pass(
         self,
@@ -205,7 +205,7 @@ class Scorer:
         keywords = {} if layout == "padded" else self._keywords(laid, layout)
         if balanced is not None:
             keywords["token_weights"] = token_weights(groups, balanced, layout)
-        found = model(
+        output = model(
             input_ids=laid.input_ids,
             score_positions=laid.score_positions,
             score_targets=laid.score_targets,
@@ -213,7 +213,7 @@ class Scorer:
             need_entropy=need_entropy,
             **keywords,
         )
-        return Scores(found.logps, found.entropies, found.aux_loss)
+        return Scores(output.logps, output.entropies, output.aux_loss)
 
 
 class PolicyScorer:
@@ -349,11 +349,11 @@ def _quiet(model: torch.nn.Module, trains: bool) -> Iterator[None]:
     for module in model.modules():
         settings: dict[str, Any] = {"training": not isinstance(module, torch.nn.Dropout)}
         settings |= {} if trains else {"gradient_checkpointing": False}
-        rates = [name for name, found in vars(module).items() if "dropout" in name and isinstance(found, float)]
+        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
         settings |= dict.fromkeys(rates, 0.0)
         for name, value in settings.items():
-            if (found := getattr(module, name, value)) != value:
-                changed.append((module, name, found))
+            if (before := getattr(module, name, value)) != value:
+                changed.append((module, name, before))
                 setattr(module, name, value)
     try:
         gpus = {value.device.index for value in model.parameters() if value.is_cuda}
@@ -377,18 +377,17 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
             value.grad = gradient
 
 
-def _difference(found: Checked, expected: Checked, tolerance: Tolerance) -> str | None:
+def _difference(actual: Checked, expected: Checked, tolerance: Tolerance) -> str | None:
     """What differs by more than the model's precision explains; None if nothing does."""
-    gap = (found[0] - expected[0]).abs()
+    gap = (actual[0] - expected[0]).abs()
     mean, worst = gap.mean().item(), gap.max().item()
     if not (mean <= tolerance.mean and worst <= tolerance.largest):
         return f"log-probabilities are off by {worst:.2g} nats, on average by {mean:.2g}"
     if not expected[1]:
         return None
-    size, off = (
-        torch.stack([part.norm() for part in parts]).norm().item()
-        for parts in (expected[1], [mine - other for mine, other in zip(found[1], expected[1], strict=True)])
-    )
+    differences = [gradient - wanted for gradient, wanted in zip(actual[1], expected[1], strict=True)]
+    off = torch.stack([part.norm() for part in differences]).norm().item()
+    size = torch.stack([part.norm() for part in expected[1]]).norm().item()
     if not off <= tolerance.gradient * size:
         return f"gradients are off by {off / size:.2g} of their size"
     return None

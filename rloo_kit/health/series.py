@@ -26,7 +26,7 @@ def logged(rows: Sequence[Row], *names: str) -> list[tuple[int, float]]:
     return next(filter(None, columns), [])
 
 
-class Point(NamedTuple):
+class LoggedValue(NamedTuple):
     """A metric at a logged step; `covered`: the number of steps since the previous row, which this row covers."""
 
     step: int
@@ -46,7 +46,7 @@ class Series:
         self.step = 0
         self._covered = max(logging_steps, 1)
         self._rows = 0
-        self._points: dict[str, list[Point]] = {}
+        self._points: dict[str, list[LoggedValue]] = {}
 
     def add(self, row: Row) -> None:
         """Add a row; several rows may have the same step (a held-out evaluation)."""
@@ -58,9 +58,9 @@ class Series:
         self.step = row["step"]
         for name, value in row.items():
             if name != "step" and is_number(value):
-                self._points.setdefault(name, []).append(Point(self.step, value, self._covered))
+                self._points.setdefault(name, []).append(LoggedValue(self.step, value, self._covered))
 
-    def all(self, name: str) -> Sequence[Point]:
+    def all(self, name: str) -> Sequence[LoggedValue]:
         """Every value of a metric; empty if it was never logged."""
         return self._points.get(name, ())
 
@@ -77,7 +77,7 @@ class Series:
         """The first `count` values, or as many as there are."""
         return [point.value for point in self.all(name)[:count]]
 
-    def held(self, name: str, shows: Callable[[float], bool], steps: int) -> Point | None:
+    def held(self, name: str, shows: Callable[[float], bool], steps: int) -> LoggedValue | None:
         """The first value of the unbroken series up to now that meets a condition, if the series covers `steps` steps
         or more. A step that reuses a rollout logs nothing about it and counts as covered."""
         points = self.all(name)
@@ -89,7 +89,7 @@ class Series:
         point = points[begun]
         return point if self.step - point.begins + 1 >= steps else None
 
-    def lasting(self, name: str, shows: Callable[[float], bool], count: int) -> Point | None:
+    def lasting(self, name: str, shows: Callable[[float], bool], count: int) -> LoggedValue | None:
         """The same for `count` values, however many steps they cover."""
         points = self.all(name)
         if len(points) < count:
@@ -246,11 +246,13 @@ class Judgement(Problem):
         return found | {"action": self.fix, "rule": self.rule}
 
 
-def judge(rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False) -> list[Judgement]:
+def judge_metrics(
+    rows: Sequence[Row], on_policy: bool = True, last: int = LAST_ROWS, solved: bool = False
+) -> list[Judgement]:
     """Judge the last rows of a `metrics.jsonl`; metrics that were not logged are left out.
 
     >>> rows = [{"step": 1, "completions/clipped_ratio": 1.0, "grad_norm": 0.2}]
-    >>> [(found.name, found.level) for found in judge(rows)]
+    >>> [(found.name, found.level) for found in judge_metrics(rows)]
     [('completions/clipped_ratio', 'alarming'), ('grad_norm', 'healthy')]
 
     Args:

@@ -12,7 +12,6 @@ from trl.trainer.utils import disable_dropout_in_model
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
 from rloo_kit.config.schema import has_thinking_budget
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
@@ -25,16 +24,20 @@ from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.plan.planner import TOKENS_PER_PASS
-from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.choice import build_engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.episodes import make_tool_use
-from rloo_kit.rollout.thinking_budget import make_limits
-from rloo_kit.rollout.types import FOREIGN, Engine, Filters
+from rloo_kit.rollout.thinking_budget import limits_of
+from rloo_kit.rollout.types import FOREIGN, Filters
 from rloo_kit.think_tags import ThinkTags
+from rloo_kit.tools.toolbox import Toolbox
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 
 # Methods of TRL that the step stands in for: a subclass's override of them is not called.
-BYPASSED = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies")
+BYPASSED = (
+    "_generate_and_score_completions", "_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
 
 Settings = TypeVar("Settings")
 
@@ -46,8 +49,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
     """The step of a trainer that TRL has built, with its tools; raises ConfigError or BackendError for options that
     cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
-    budgets = args.thinking_budget, args.answer_budget, args.thinking_close
-    limits = make_limits(tokenizer, tags, trainer.max_completion_length, *budgets, args.thinking_budget_total)
+    limits = limits_of(args, tokenizer, tags)
     tools = None
     if toolbox is not None:
         options, name = trainer.chat_template_kwargs or {}, trainer.model.config.name_or_path
@@ -71,7 +73,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
     return RLOOStep(
         settings,
         sampler,
-        Rewarder(trainer, parallel, tells_forced=has_budget, toolbox=toolbox),
+        Rewarder(trainer, parallel, has_budget, toolbox=toolbox),
         scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
@@ -155,7 +157,7 @@ def choose_settings(trainer: trl.RLOOTrainer, engine: Engine) -> StepSettings:
 
 def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
     """A dataclass of options, each read from the arguments under its field's name, except those in `chosen`."""
-    names = [one.name for one in fields(settings) if one.name not in chosen]  # type: ignore[arg-type]
+    names = [field.name for field in fields(settings) if field.name not in chosen]  # type: ignore[arg-type]
     return settings(**{name: getattr(args, name) for name in names}, **chosen)
 
 
@@ -204,14 +206,14 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
         end_ids=list(trainer.eos_token_ids),
         pad_id=trainer._tokenizer.pad_token_id,
         rows=args.rollout_rows,
-        server=_server_settings(trainer) if wanted == "server" else None,
+        server=_server_of_trainer(trainer) if wanted == "server" else None,
         vllm=vllm,
         filters=read_filters(args),
         say=lambda line: print(name_settings(line, args)),
     )
 
 
-def _server_settings(trainer: trl.RLOOTrainer) -> "ServerSettings":
+def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
     from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 

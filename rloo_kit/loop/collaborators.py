@@ -3,34 +3,35 @@
 Shapes: B completions of this process, A of all processes (prompts x K, group by group), F reward functions.
 """
 
-import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import trl
+from trl.data_utils import apply_chat_template
 
-from rloo_kit.data.tools import Toolbox
+from rloo_kit.completion import Completion
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
-from rloo_kit.loop.records import Completions, Judged
+from rloo_kit.loop.records import Judged
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.rewarding.guard import GuardedReward
+from rloo_kit.rewarding.guard import GuardedReward, reward_name
+from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.signature import overflowing
-from rloo_kit.rollout.episodes import Episode, Episodes, ToolUse, episode_columns
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, Progress, Rollout, Span, split_turns
+from rloo_kit.rollout.completions import complete
+from rloo_kit.rollout.engine import Engine, Progress
+from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.tools.toolbox import Toolbox
 
 
 class Sampler:
-    """Completions of prompts, from an engine through TRL's own code around generation.
+    """Completions of the dataset's rows, from an engine.
 
-    The way of the ids: `sample` calls TRL's `_generate`, which renders and tokenizes the prompts and calls the
-    trainer's `_generate_single_turn`; that calls `complete`, which calls the engine. TRL's methods hand back ids and
-    texts only, so `complete` keeps the engine's `Rollout` in `_rollout`, where `sample` finds the forced spans and the
-    log-probabilities. It stays None if a subclass samples by itself.
+    Prompts are tokenized by TRL's `_tokenize_prompts`, and completions sampled through the trainer's
+    `_generate_single_turn`, which a subclass may override; the trainer's own calls `draw`.
 
     `limits`: of a completion's length; `parallel` gathers sharded weights for sampling.
     """
@@ -39,78 +40,42 @@ class Sampler:
         self.trainer, self.engine, self.limits, self.parallel = trainer, engine, limits, parallel
         self.tools = tools
         self.failures = FailureCount(trainer.args.reward_failure_steps)  # of tools
-        self.end_ids = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}  # another last token: it was cut off
-        self.on_progress: Progress | None = None  # see `Engine.sample`
-        self._rollout: Rollout | None = None
-        self._episodes: Episodes | None = None
+        self.end_ids = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
-    def sample(self, rows: list[dict[str, Any]]) -> Completions:
-        """A completion for each row of the dataset; neighbours with equal prompts are a group."""
+    def sample(
+        self, rows: list[dict[str, Any]], limits: Limits | None = None, on_progress: Progress | None = None
+    ) -> list[Completion]:
+        """A completion for each row of the dataset; neighbours with equal prompts are a group. `limits`: in place of
+        the run's; `on_progress`: see `Engine.sample`."""
         if any(column in rows[0] for column in ("image", "images")):
             raise DataError("the dataset has an image column; the kit trains text models only: drop the column")
-        self._rollout, self._episodes = None, None
-        prompts = [row["prompt"] for row in rows]
-        if self.tools is not None:
-            self._episodes = self.tools.begin(rows)
-            prompts = self._episodes.prompts
-        prompt_ids, completion_ids, texts = self.trainer._generate(prompts)
-        nothing: list[list[Span]] = [[] for _ in rows]
-        rollout = self._rollout or Rollout(completion_ids, nothing, None, nothing)
-        found = Completions(
-            rows=rows,
-            prompts=prompts,
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            texts=texts,
-            truncated=[not ids or ids[-1] not in self.end_ids for ids in completion_ids],
-            forced=rollout.forced,
-            sampler_logps=rollout.sampler_logps or [None] * len(rows),
-            context=rollout.context,
-            episodes=[None] * len(rows),
+
+        def sample(prompt_ids: list[list[int]], episodes: Episodes | None) -> Any:
+            options = {"dialogue": episodes, "limits": limits, "on_progress": on_progress}
+            return self.trainer._generate_single_turn(prompt_ids, None, options)
+
+        return complete(
+            rows,
+            sample,
+            self.trainer._tokenizer,
+            end_ids=self.end_ids,
+            think_end_id=self.trainer.think_tags.end_id,
+            tools=self.tools,
+            tokenize=lambda prompts: self.trainer._tokenize_prompts(prompts)[0],
         )
-        return found if self._episodes is None else self._with_episodes(found, self._episodes.finish(rollout))
 
-    def _with_episodes(self, found: Completions, episodes: list[Episode]) -> Completions:
-        """Completions with their episodes. The text is the last turn's, or all messages if the prompt has messages; a
-        limit that ended an episode has cut it off. TRL has counted the tools' tokens as the completion's: corrected."""
-        decode = self.trainer._tokenizer.decode
-        texts: list[Any] = [episode.messages for episode in episodes]
-        if isinstance(found.prompts[0], str):
-            turns = [split_turns(*one)[-1] for one in zip(found.completion_ids, found.context, strict=True)]
-            texts = [decode(ids, skip_special_tokens=True) for ids in turns]
-        truncated = [cut or one.cut is not None for cut, one in zip(found.truncated, episodes, strict=True)]
-        own = [sum(map(len, split_turns(*one))) for one in zip(found.completion_ids, found.context, strict=True)]
-        device = self.parallel.accelerator.device
-        lengths = self.parallel.gather(torch.tensor(own, device=device)).float()  # (A,)
-        cut = self.parallel.gather(torch.tensor(truncated, device=device))
-        metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
-        ended = lengths[~cut] if not cut.all() else lengths.new_zeros(1)
-        for kind, values in (("", lengths), ("terminated_", ended)):
-            for name in ("mean", "min", "max"):
-                metrics[f"completions/{name}_{kind}length"][-1] = getattr(values, name)().item()
-        metrics["completions/clipped_ratio"][-1] = cut.float().mean().item()
-        return found._replace(texts=texts, truncated=truncated, episodes=episodes)
-
-    def watch(self, found: Completions) -> None:
-        """Report tools that failed in a training rollout.
-
-        Raises ToolError if more calls failed than `max_reward_failure_share` in too many rollouts in a row; a
-        checkpoint is saved first."""
-        kinds = self.parallel.gather_list([kind for one in found.episodes if one is not None for _, kind in one.calls])
-        share = kinds.count("failed") / max(1, len(kinds))
-        messages = list(dict.fromkeys(text for one in found.episodes if one is not None for text in one.failures))[:3]
-        how = f"{share:.0%} of this rollout's calls failed; the model gets the error"
-        lines = [f"tool {message} ({how})" for message in messages]
-        reason, what = " | ".join(messages) or "in another process", f"{share:.0%} of the tools' calls failed"
-        watch_failures(self.trainer, self.failures, share, reason, lines, ToolError, what, "tool")
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Completion ids from the engine.
+    def draw(
+        self,
+        prompt_ids: list[list[int]],
+        *,
+        dialogue: Episodes | None = None,
+        limits: Limits | None = None,
+        on_progress: Progress | None = None,
+    ) -> Rollout:
+        """Completions of prompts in ids, from the engine.
 
         If not all rows fit at once, prompts with long completions so far start first, which shortens the tail."""
-        if not all(prompt_ids):
-            raise DataError(f"prompt {prompt_ids.index([])} of a rollout has no tokens; there is nothing to continue")
         waits = self.engine.rows is not None and self.engine.rows < len(prompt_ids)
         keys = [hash(tuple(ids)) for ids in prompt_ids]
         usual = sum(self._lengths.values()) / max(len(self._lengths), 1)
@@ -119,55 +84,76 @@ class Sampler:
             if self.engine.name not in FOREIGN:  # those have their own base and precision
                 stack.enter_context(self.parallel.whole_weights(self.trainer.model_wrapped))
                 stack.enter_context(self.parallel.accelerator.autocast())
-            more: dict[str, Any] = {} if self._episodes is None else {"dialogue": self._episodes}
-            self._rollout = self.engine.sample(prompt_ids, self.limits, expected, self.on_progress, **more)
-        for key, ids in zip(keys, self._rollout.completion_ids, strict=True):
+            rollout = self.engine.sample(
+                prompt_ids, limits or self.limits, expected, on_progress=on_progress, dialogue=dialogue
+            )
+        for key, ids in zip(keys, rollout, strict=True):
             self._lengths[key] = (self._lengths.get(key, len(ids)) + len(ids)) / 2
-        return self._rollout.completion_ids
+        return rollout
+
+    def watch(self, completions: list[Completion]) -> None:
+        """Report tools that failed in a training rollout.
+
+        Raises ToolError if more calls failed than `max_reward_failure_share` in too many rollouts in a row; a
+        checkpoint is saved first."""
+        episodes = [completion.episode for completion in completions if completion.episode is not None]
+        kinds = self.parallel.gather_list([kind for episode in episodes for _, kind in episode.calls])
+        share = kinds.count("failed") / max(1, len(kinds))
+        messages = list(dict.fromkeys(text for episode in episodes for text in episode.failures))[:3]
+        how = f"{share:.0%} of this rollout's calls failed; the model gets the error"
+        lines = [f"tool {message} ({how})" for message in messages]
+        reason, what = " | ".join(messages) or "in another process", f"{share:.0%} of the tools' calls failed"
+        watch_failures(self.trainer, self.failures, share, reason, lines, ToolError, what, "tool")
 
 
 class Rewarder:
     """Scores completions: rewards, their weighted sum, penalties, normalisation, and failing rewards.
 
-    The `_calculate_rewards` of TRL's trainer calls them, models and async ones too; `tells_forced`: whether they get
-    the column `thinking_forced`; `toolbox`: has the environments that rewards may look into.
+    `has_budget`: rewards get the column `thinking_forced`; `toolbox`: has the environments that rewards may look into.
     """
 
-    def __init__(self, trainer: Any, parallel: Parallel, tells_forced: bool = False, toolbox: Toolbox | None = None):
-        self.trainer, self.parallel, self.tells_forced, self.toolbox = trainer, parallel, tells_forced, toolbox
+    def __init__(self, trainer: Any, parallel: Parallel, has_budget: bool = False, toolbox: Toolbox | None = None):
+        self.trainer, self.parallel, self.has_budget, self.toolbox = trainer, parallel, has_budget, toolbox
+        pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        self.rewards = [
+            reward if isinstance(reward, GuardedReward) else GuardedReward(ModuleReward(trainer, reward, tokenizer))
+            for reward, tokenizer in pairs
+        ]
         self.missing_eos_penalty = trainer.args.missing_eos_penalty
         self.form = trainer.args.normalize_rewards
         self.failures = FailureCount(trainer.args.reward_failure_steps)
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
 
-    def judge(self, found: Completions) -> Judged:
-        """Rewards and scores; a sample with any failed reward is not scored."""
-        rows = found.rows
-        if self.tells_forced:
-            rows = [row | {"thinking_forced": bool(spans)} for row, spans in zip(rows, found.forced, strict=True)]
-        if self.toolbox is not None:
-            columns = episode_columns(found.completion_ids, found.context, found.episodes, self.toolbox)
-            rows = [row | more for row, more in zip(rows, columns, strict=True)]
-        failures: list[str] = []
-        for guarded in self.trainer.reward_funcs:
-            if isinstance(guarded, GuardedReward):
-                guarded.report = failures.append
+    def judge(self, completions: list[Completion]) -> Judged:
+        """Rewards and scores; a completion with any failed reward is not scored."""
+        trainer = self.trainer
+        columns = make_columns(completions, self.has_budget, self.toolbox)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices), _mute("All reward functions returned None"):  # a reward may seed
-            rewards = self.trainer._calculate_rewards(rows, found.prompts, found.texts, found.completion_ids)  # (A, F)
-        failed = rewards.isinf()
+        with torch.random.fork_rng(devices):  # a reward may seed
+            scored = score(
+                self.rewards,
+                columns,
+                trainer_state=trainer.state,
+                log_extra=trainer._log_completion_extra,
+                log_metric=trainer._log_metric,
+            )
+        failures = [message for reward in scored for message in reward.failures[:1]]
+        device = self.parallel.accelerator.device
+        values = [[math.nan if value is None else value for value in reward.values] for reward in scored]
+        rewards = self.parallel.gather(torch.tensor(values, dtype=torch.float32, device=device).T)  # (A, F)
+        failed = self.parallel.gather(torch.tensor([reward.failed for reward in scored], device=device).T)
         rewards = rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
-        weights = self.trainer.reward_weights.to(rewards.device)
+        weights = trainer.reward_weights.to(device)
         raw_scores = combine_rewards(rewards, weights)  # (A,)
         over = ~raw_scores.isfinite() & ~rewards[:, weights != 0].isnan().all(dim=1)
         if over.any():
-            failures += overflowing(rewards.tolist(), weights.tolist(), self.trainer.reward_func_names)[:1]
+            failures += overflowing(rewards.tolist(), weights.tolist(), trainer.reward_func_names)[:1]
             failed, rewards = failed | over[:, None], rewards.masked_fill(over[:, None], torch.nan)
         raw_scores = scores = raw_scores.masked_fill(failed.any(dim=1), torch.nan)
         if self.missing_eos_penalty is not None:
-            cut = torch.tensor(found.truncated, device=scores.device)
+            cut = torch.tensor([not completion.ended for completion in completions], device=device)
             scores = raw_scores - self.missing_eos_penalty * self.parallel.gather(cut).float()
-        return Judged(found, rewards, failed, raw_scores, scores, failures)
+        return Judged(completions, rewards, failed, raw_scores, scores, failures)
 
     def normalize(self, scores: torch.Tensor, training: bool) -> torch.Tensor:
         """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""
@@ -185,26 +171,34 @@ class Rewarder:
 
         Raises RewardError if too many failed in too many rollouts in a row; a checkpoint is saved first."""
         if share and not failures:
-            failures = ["a reward model returned infinity, or a reward failed in another process"]
+            failures = ["a reward failed in another process"]
         lines = [f"{message} ({share:.0%} of the samples of this rollout are not scored)" for message in failures]
         reason, what = " | ".join(failures), f"rewards failed for {share:.0%} of the samples"
         watch_failures(self.trainer, self.failures, share, reason, lines, RewardError, what, "reward")
 
 
-@contextmanager
-def _mute(beginning: str) -> Iterator[None]:
-    """Drop TRL's warning about unscored samples, which prints a whole completion each rollout; `rewards/unscored_ratio`
-    counts them, and failures have their own line."""
-    logger = logging.getLogger(trl.RLOOTrainer._calculate_rewards.__module__)
+class ModuleReward:
+    """A sequence-classification model among TRL's `reward_funcs` as a reward: one score of prompt and completion."""
 
-    def keep(record: logging.LogRecord) -> bool:
-        return beginning not in record.getMessage()
+    def __init__(self, trainer: Any, model: torch.nn.Module, tokenizer: Any) -> None:
+        self.trainer, self.model, self.tokenizer = trainer, model, tokenizer
+        self.__name__ = reward_name(model)
 
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
+        texts = [
+            prompt + completion
+            if isinstance(prompt, str)
+            else apply_chat_template(
+                {"messages": prompt + completion}, self.tokenizer, **self.trainer.chat_template_kwargs
+            )["text"]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        inputs = self.tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            logits = self.model(**inputs.to(self.trainer.accelerator.device)).logits  # (B, 1)
+        return list(logits[:, 0].tolist())
 
 
 class FailureCount:
@@ -282,13 +276,13 @@ def replace_tied_groups(
     completions are scored, give way to groups of fresh prompts that have one. The batch keeps its size; groups that are
     still tied after so many rounds of drawing stay. Returns the batch, and the number of groups that were replaced.
     """
-    mine, processes, replaced = parallel.rows(len(judged.completions.rows)), parallel.accelerator.num_processes, 0
+    mine, processes, replaced = parallel.rows(len(judged.completions)), parallel.accelerator.num_processes, 0
     for _ in range(rounds):
         tied = tied_groups(judged.scores, group_size).nonzero().flatten().tolist()
         if not tied:
             break
         count = math.ceil(len(tied) / processes) * processes  # every process draws the same, and samples its share
-        drawn = reservoir.draw(count, parallel.gather_list(judged.completions.prompts))
+        drawn = reservoir.draw(count, parallel.gather_list([done.prompt for done in judged.completions]))
         share = drawn[parallel.rows(len(drawn) // processes)]
         if not share:
             break
@@ -299,15 +293,14 @@ def replace_tied_groups(
         for out, into in pairs:
             first = size + into * group_size
             order[out * group_size : (out + 1) * group_size] = torch.arange(first, first + group_size)
-        samples = [s for one in (judged, fresh) for s in parallel.gather_list(list(zip(*one.completions, strict=True)))]
-        kept = [samples[row] for row in order.tolist()[mine]]
+        completions = [*parallel.gather_list(judged.completions), *parallel.gather_list(fresh.completions)]
 
         def exchange(name: str, now: Judged = judged, other: Judged = fresh, order: torch.Tensor = order) -> Any:
             old, new = getattr(now, name), getattr(other, name)
             return torch.cat([old, new.to(old)])[order]
 
         judged = Judged(
-            Completions(*map(list, zip(*kept, strict=True))),
+            [completions[row] for row in order.tolist()[mine]],
             **{name: exchange(name) for name in ("rewards_per_func", "failed", "raw_scores", "scores")},
             failures=judged.failures or fresh.failures,
         )

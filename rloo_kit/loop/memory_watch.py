@@ -104,10 +104,10 @@ class MemoryWatch:
 
     def report(self, run_dir: RunDir) -> None:
         """Print and store the largest measurement of all processes; all of them call it."""
-        found = [one for one in gather_objects(self._measure()) if one is not None]
-        if not found or not is_main_process():
+        gathered = [figures for figures in gather_objects(self._measure()) if figures is not None]
+        if not gathered or not is_main_process():
             return
-        largest = max(found, key=lambda one: one["measured_gib"])
+        largest = max(gathered, key=lambda figures: figures["measured_gib"])
         computed = f"{largest['computed_gib']:.2f} for the longest ({largest['row_tokens']})"
         measured = f"measured peak {largest['measured_gib']:.2f} GiB ({largest['ratio']:.2f})"
         planned_for = f"planned {largest['planned_gib']:.2f} GiB at {self.load.row_tokens} tokens"

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
+from rloo_kit.completion import Completion, measure_calls
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, task_of
 from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
-from rloo_kit.loop.records import Completions, Judged, RolloutBatch, StepStats, pick
+from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.rollout.completions import measure_calls
-from rloo_kit.rollout.types import split_turns
-from rloo_kit.think_tags import ThinkTags, answer_offset, count_closing, count_thinking, span_offsets
+from rloo_kit.think_tags import ThinkTags, answer_offset, span_offsets
 
 # The columns of `Recorder._describe`, one row of numbers for each completion.
 COLUMNS = (
@@ -90,12 +89,24 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------ a rollout
 
-    def sampled(self, found: Completions, token_steps: int) -> None:
-        """Count the tokens that training drew, forced and tools' ones left out, and the engine's steps for them."""
+    def sampled(self, completions: list[Completion], token_steps: int) -> None:
+        """TRL's metrics of lengths, over all processes; in training also the tokens drawn (not forced ones or tools'
+        results), and the engine's steps for them."""
+        device, metrics = self.parallel.accelerator.device, self._metrics
+        columns = [[len(done.prompt_ids), len(done.ids), done.tokens, done.ended] for done in completions]
+        prompts, whole, tokens, ended = self.parallel.gather(torch.tensor(columns, device=device)).T  # (A,) each
+        state = self.trainer.state
         if self._is_training:
-            given = sum(end - start for spans in (*found.forced, *found.context) for start, end in spans)
-            self._drawn += sum(map(len, found.completion_ids)) - given
+            state.num_input_tokens_seen += (prompts.sum() + whole.sum()).item()
+            forced = sum(end - start for completion in completions for start, end in completion.forced)
+            self._drawn += sum(completion.tokens for completion in completions) - forced
             self._decoded += token_steps
+        metrics["num_tokens"] = [state.num_input_tokens_seen]
+        finished = tokens[ended.bool()] if ended.any() else tokens.new_zeros(1)
+        for kind, lengths in (("", tokens.float()), ("terminated_", finished.float())):
+            for name in ("mean", "min", "max"):
+                metrics[f"completions/{name}_{kind}length"].append(getattr(lengths, name)().item())
+        metrics["completions/clipped_ratio"].append((1 - ended).float().mean().item())
 
     def rollout(self, batch: RolloutBatch) -> None:
         """Metrics, TRL's table of completions, and the rows for the listeners."""
@@ -116,25 +127,26 @@ class Recorder:
     def _describe(self, batch: RolloutBatch) -> torch.Tensor:
         """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
 
-        `thinking_tokens`: see `count_thinking`, without a forced sentence; `closed` is the last turn's. `thinks` is 0
-        for a model that was not asked to think.
-        `penalty` is the KL charge of the whole completion, before beta; `print` is equal for equal completions.
+        `thinks` is 0 for a model that was not asked to think. `penalty` is the KL charge of a whole completion, before
+        beta; `print` is equal for equal completions.
         """
-        found, tags, columns = batch.judged.completions, self.tags, []
-        rows_of = zip(found.prompt_ids, found.completion_ids, found.context, found.forced, strict=True)
-        for prompt, ids, context, spans in rows_of:
-            turns = split_turns(ids, context)
-            written = [token for turn in turns for token in turn]
-            closed = tags.end_id in turns[-1]
+        tags, columns = self.tags, []
+        for completion in batch.judged.completions:
+            written = [token for turn in completion.turns for token in turn]
             opened = tags.start_id is not None and (
-                tags.start_id in prompt[-3:] or tags.start_id in written  # templates may end in "<think>\n"
+                tags.start_id in completion.prompt_ids[-3:]  # templates may end in "<think>\n"
+                or tags.start_id in written
             )
-            thinks = closed or (tags.end_id is not None and opened)
-            thinking = count_thinking(turns, tags.end_id) - count_closing(ids, spans, tags.end_id)
-            ends = sum(token in self.end_ids for token in written)
-            fingerprint = hash(tuple(ids)) % 2**24  # exact in float32; the same in every process
-            repeated = repeated_share(written)
-            columns.append([len(written), ends, thinks, closed, thinking, bool(spans), repeated, fingerprint])
+            columns.append([
+                len(written),
+                sum(token in self.end_ids for token in written),
+                completion.closed or (tags.end_id is not None and opened),
+                completion.closed,
+                completion.thinking_tokens,
+                bool(completion.forced),
+                repeated_share(written),
+                hash(tuple(completion.ids)) % 2**24,  # exact in float32; the same in every process
+            ])  # fmt: skip
         rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
         if batch.kl is None:
             return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
@@ -174,8 +186,8 @@ class Recorder:
             metrics["kl"] = (column["kl"].sum() / column["kl_tokens"].sum().clamp(min=1)).item()
             metrics["objective/kl"] = column["kl"].mean().item()
             metrics["kl/share_of_reward"] = kl_share(column["penalty"], scores, beta)
-            ratio = kl_spread_ratio(column["penalty"], scores, beta, batch.group_size)
-            metrics |= {} if ratio is None else {"kl/spread_ratio": ratio}
+            if (ratio := kl_spread_ratio(column["penalty"], scores, beta, batch.group_size)) is not None:
+                metrics["kl/spread_ratio"] = ratio
         thinks = column["thinks"].bool()
         if thinks.any():
             metrics["thinking/mean_length"] = column["thinking_tokens"][thinks].mean().item()
@@ -187,32 +199,33 @@ class Recorder:
     def _measure_tasks(self, judged: Judged) -> dict[str, float]:
         """The weighted sum by task and each task's share of the completions, over all processes; none if the rows do
         not name their rewards."""
-        if ROW_REWARDS not in judged.completions.rows[0]:
+        if ROW_REWARDS not in judged.completions[0].row:
             return {}
-        tasks = self.parallel.gather_list([task_of(row) for row in judged.completions.rows])
+        tasks = self.parallel.gather_list([task_of(completion.row) for completion in judged.completions])
         metrics = {}
         for name in sorted({task for task in tasks if task is not None}):
-            own = torch.tensor([task == name for task in tasks], device=judged.raw_scores.device)
-            metrics[f"tasks/{name}/reward"] = mean(judged.raw_scores[own])
-            metrics[f"tasks/{name}/share"] = own.float().mean().item()
+            is_task = torch.tensor([task == name for task in tasks], device=judged.raw_scores.device)
+            metrics[f"tasks/{name}/reward"] = mean(judged.raw_scores[is_task])
+            metrics[f"tasks/{name}/share"] = is_task.float().mean().item()
         return metrics
 
-    def _measure_tools(self, found: Completions) -> dict[str, float]:
+    def _measure_tools(self, completions: list[Completion]) -> dict[str, float]:
         """Metrics of the tools in one generation batch, over all processes; none in a run without tools."""
-        if found.episodes[0] is None:
+        episodes = [completion.episode for completion in completions if completion.episode is not None]
+        if not episodes:
             return {}
         gather_list = self.parallel.gather_list
-        calls = gather_list([call for one in found.episodes if one is not None for call in one.calls])
-        turns = gather_list([len(spans) + 1 for spans in found.context])
-        results = gather_list([sum(end - start for start, end in spans) for spans in found.context])
-        cut = gather_list([one is not None and one.cut is not None for one in found.episodes])
+        calls = gather_list([call for episode in episodes for call in episode.calls])
+        turns = gather_list([len(completion.turns) for completion in completions])
+        results = gather_list([len(completion.ids) - completion.tokens for completion in completions])
+        cut = gather_list([episode.cut is not None for episode in episodes])
         metrics = {f"tools/{name}": value for name, value in measure_calls(calls, turns).items()}
         metrics["tools/result_tokens"] = sum(results) / len(results)
         metrics["tools/cut_ratio"] = sum(cut) / len(cut)
         for name in sorted({name for name, kind in calls if kind != "invalid"}):
-            own = [kind for called, kind in calls if called == name]
-            metrics[f"tools/{name}/call_frequency"] = len(own) / len(turns)
-            metrics[f"tools/{name}/failure_frequency"] = own.count("failed") / len(own)
+            kinds = [kind for called, kind in calls if called == name]
+            metrics[f"tools/{name}/call_frequency"] = len(kinds) / len(turns)
+            metrics[f"tools/{name}/failure_frequency"] = kinds.count("failed") / len(kinds)
         return metrics
 
     def _make_rows(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> list[dict[str, Any]]:
@@ -222,17 +235,17 @@ class Recorder:
         from 1; `answer_start` and `forced_chars` (where `forced`) are offsets into the text, found by the ids, so that
         a reader of the row needs no tokenizer.
         """
-        found, rows, tokenizer = batch.judged.completions, [], self.trainer.processing_class
-        for index, numbers in enumerate(described.tolist()):
+        rows, tokenizer = [], self.trainer.processing_class
+        for index, (completion, numbers) in enumerate(zip(batch.judged.completions, described.tolist(), strict=True)):
             column = dict(zip(COLUMNS, numbers, strict=True))
-            closed, among_all = bool(column["closed"]), batch.first + index
+            among_all = batch.first + index
             values = batch.judged.rewards_per_func[among_all].tolist()
             rewards = zip(self.trainer.reward_func_names, values, strict=True)
-            text, episode = found.texts[index], found.episodes[index]
+            text, episode = completion.text, completion.episode
             plain = text if isinstance(text, str) else str(text[-1]["content"])  # a message, if the prompt is one
-            ids = split_turns(found.completion_ids[index], found.context[index])[-1]  # whose text that is
-            start = len(found.completion_ids[index]) - len(ids)
-            spans = [(one - start, end - start) for one, end in found.forced[index] if one >= start]
+            ids = completion.turns[-1]
+            first = len(completion.ids) - len(ids)
+            spans = [(start - first, end - first) for start, end in completion.forced if start >= first]
             turns: dict[str, Any] = {}
             if episode is not None:
                 turns = {"turns": episode.messages, "tool_calls": len(episode.calls)}
@@ -241,38 +254,38 @@ class Recorder:
                 {
                     "step": self.trainer.state.global_step,
                     "group": among_all // batch.group_size + 1,
-                    "prompt": found.prompts[index],
+                    "prompt": completion.prompt,
                     "completion": text,
-                    "completion_ids": found.completion_ids[index],
+                    "completion_ids": completion.ids,
                     "answer_start": answer_offset(plain, ids, tokenizer, self.tags),
-                    "prompt_tokens": len(found.prompt_ids[index]),
-                    "completion_tokens": int(column["tokens"]),
-                    "thinking_tokens": int(column["thinking_tokens"]) if closed else None,
-                    "closed": closed,
-                    "truncated": found.truncated[index],
-                    "forced": bool(column["forced"]),
+                    "prompt_tokens": len(completion.prompt_ids),
+                    "completion_tokens": completion.tokens,
+                    "thinking_tokens": completion.thinking_tokens if completion.closed else None,
+                    "closed": completion.closed,
+                    "truncated": not completion.ended,
+                    "forced": bool(completion.forced),
                     **({"forced_chars": span_offsets(spans[0], ids, tokenizer)} if spans else {}),
                     **turns,
                     "kl": column["kl"],
                     "rewards": {name: _or_none(value) for name, value in rewards},
                     "reward": _or_none(batch.judged.raw_scores[among_all].item()),
                     "advantage": advantages.per_row[among_all].item(),
-                    "columns": {name: value for name, value in found.rows[index].items() if name != "prompt"},
+                    "columns": {name: value for name, value in completion.row.items() if name != "prompt"},
                 }
             )
         return rows
 
     def _fill_table(self, batch: RolloutBatch, advantages: Advantages) -> None:
         """Fill TRL's table of completions and flush what rewards logged, in the same order on all processes."""
-        trainer, found, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
+        trainer, completions, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
         logs = trainer._logs
-        logs["prompt"].extend(gather_list(found.prompts))
-        logs["completion"].extend(gather_list(found.texts))
+        logs["prompt"].extend(gather_list([completion.prompt for completion in completions]))
+        logs["completion"].extend(gather_list([completion.text for completion in completions]))
         for index, name in enumerate(trainer.reward_func_names):
             logs["rewards"][name].extend(batch.judged.rewards_per_func[:, index].tolist())
         logs["advantages"].extend(advantages.per_row.tolist())
         for column in sorted(set(gather_list(list(trainer._pending_extra_logs)))):
-            mine = trainer._pending_extra_logs.get(column, [None] * len(found.rows))
+            mine = trainer._pending_extra_logs.get(column, [None] * len(completions))
             logs["extra"][column].extend(gather_list(mine))
         trainer._pending_extra_logs.clear()
         for name in sorted(set(gather_list(list(trainer._pending_metrics)))):
@@ -286,11 +299,11 @@ class Recorder:
         """Record loss, entropy, ratios, clip shares and the gap to the sampler of one step, over all processes; nothing
         for what was not computed. `on_policy`: a ratio that was not computed is 1 by definition."""
         accelerator = self.parallel.accelerator
-        own = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
+        per_row = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
         sums = [stats.policy_loss, stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight, stats.aux_loss]
         loss, *pairs = accelerator.reduce(torch.cat(sums), reduction="sum").tolist()
         entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = pairs
-        largest_gap, rows = self.parallel.gather(stats.gap[2:]).max().item(), self.parallel.gather(own)
+        largest_gap, rows = self.parallel.gather(stats.gap[2:]).max().item(), self.parallel.gather(per_row)
         computed, surprise = rows[~rows[:, 0].isnan()], rows[~rows[:, 4].isnan(), 4]
         metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
         metrics["loss/policy_avg"] = loss / max(len(rows), 1)
@@ -373,8 +386,8 @@ def repeated_share(ids: Sequence[int]) -> float:
     runs = len(ids) - REPEATED_TOKENS + 1
     if runs < 1:
         return 0.0
-    ids = list(ids)
-    return 1 - len(set(zip(*(ids[first : first + runs] for first in range(REPEATED_TOKENS)), strict=True))) / runs
+    shifted = (ids[first : first + runs] for first in range(REPEATED_TOKENS))
+    return 1 - len(set(zip(*shifted, strict=True))) / runs
 
 
 def _or_none(value: float) -> float | None:

@@ -29,16 +29,17 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection, has_thinking_budget
 from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
 from rloo_kit.data.chat import template_options
-from rloo_kit.data.tools import EnvironmentReward, Toolbox, open_named, tool_schemas
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.policy import Policy, keep_values
 from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rewarding.score import name_columns
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say
+from rloo_kit.tools.toolbox import EnvironmentReward, Toolbox, open_named, tool_schemas
 
 
 class Option(NamedTuple):
@@ -255,7 +256,7 @@ def name_settings(text: str, args: Any) -> str:
     """A message with the names of `RLOOConfig` in place of a file's keys, unless `args` come from a run's file."""
     if getattr(args, "is_from_file", False):
         return text
-    return re.sub(r"\b(rloo|rollout|run|model)\.\w+", lambda found: _FILE_KEYS.get(found[0], found[0]), text)
+    return re.sub(r"\b(rloo|rollout|run|model)\.\w+", lambda match: _FILE_KEYS.get(match[0], match[0]), text)
 
 
 @contextmanager
@@ -287,7 +288,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
         | run.to_arguments()
         | own_folder
         | planned_limits(run, policy)
-        | mixed_precision(run)
+        | precision_flags(run)
         | policy.config_arguments
         | ({"chat_template_kwargs": template_options(run)} if tool_schemas(run) else {})
     )
@@ -296,8 +297,8 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the file's values, else the minimum of
     `plan_vram` over all processes. A model that cannot be planned is left to the out-of-memory handling."""
-    found = gather_objects(_own_limits(run, policy))
-    return {name: min(limits[name] for limits in found if name in limits) for name in set().union(*found)}
+    gathered = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in gathered if name in limits) for name in set().union(*gathered)}
 
 
 def loaded_engine(run: RunConfig, policy: Policy) -> str:
@@ -327,7 +328,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     return limits
 
 
-def mixed_precision(run: RunConfig) -> dict[str, bool]:
+def precision_flags(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
     chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16)
     return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
@@ -355,8 +356,9 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
         raise ConfigError("the weights of all rewards (reward_weights) are 0, so nothing would be learnt: raise one")
     arguments["args"] = args
     for name in ("train_dataset", "eval_dataset"):
-        found = arguments.get(name)
-        for dataset in found.values() if isinstance(found, dict) else [found]:
+        value = arguments.get(name)
+        datasets = value.values() if isinstance(value, dict) else [value]
+        for dataset in datasets:
             columns = getattr(dataset, "column_names", None) or ()
             if "prompt" not in columns and "input_ids" in columns:
                 raise ConfigError(
@@ -364,10 +366,8 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
                     "which the trainer tokenizes"
                 )
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
-    if columns is not None and has_thinking_budget(args):
-        columns = [*columns, "thinking_forced"]
-    if columns is not None and toolbox is not None:
-        columns = [*columns, "completion_mask", "turns", *(["environments"] if toolbox.environment else [])]
+    if columns is not None:
+        columns = name_columns(columns, has_thinking_budget(args), toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
@@ -441,11 +441,11 @@ def _is_same_model(policy: Any, reference: Any) -> bool:
     """Whether both are one name, or have equal weights under the names that they share."""
     if isinstance(policy, str) or isinstance(reference, str):
         return bool(policy == reference)
-    own = dict(policy.named_parameters())
+    parameters = dict(policy.named_parameters())
     return all(
-        own[name].shape == other.shape and torch.equal(own[name].detach().cpu(), other.detach().cpu())
+        parameters[name].shape == other.shape and torch.equal(parameters[name].detach().cpu(), other.detach().cpu())
         for name, other in reference.named_parameters()
-        if name in own
+        if name in parameters
     )
 
 

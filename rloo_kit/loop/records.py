@@ -8,39 +8,14 @@ Shapes: B completions of this process, A of all processes, P_i and C_i tokens of
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
 
 import torch
 
+from rloo_kit.completion import Completion
 from rloo_kit.gradient.advantages import Advantages
 from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, spread, sum_rows
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scores
-from rloo_kit.rollout.episodes import Episode
-from rloo_kit.rollout.types import Span
-
-
-class Completions(NamedTuple):
-    """Completions of some prompts: lists with one entry each.
-
-    Attributes:
-        rows: the dataset's rows. prompts: their prompts, as TRL has them. texts: completions as rewards get them.
-        prompt_ids, completion_ids: token ids, the end token included if there is one.
-        truncated: whether it was cut off. forced: spans of the tokens that closed its thinking.
-        sampler_logps: of each token when it was sampled, in nats, NaN if it was not; None if the engine reports none.
-        context: spans of the tools' results. episodes: what happened there; None in a run without tools.
-    """
-
-    rows: list[dict[str, Any]]
-    prompts: list[Any]
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    texts: list[Any]
-    truncated: list[bool]
-    forced: list[list[Span]]
-    sampler_logps: Sequence[list[float] | None]
-    context: list[list[Span]]
-    episodes: Sequence[Episode | None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +29,7 @@ class Judged:
         scores: (A,), the same minus the penalty for a missing end.
     """
 
-    completions: Completions
+    completions: list[Completion]
     rewards_per_func: torch.Tensor
     failed: torch.Tensor
     raw_scores: torch.Tensor
@@ -109,8 +84,12 @@ class RolloutBatch:
 
     def groups(self, rows: Iterable[int]) -> list[Group]:
         """The rows as prompts with their completions; an environment may give siblings different prompts."""
-        ids = self.judged.completions.prompt_ids
-        parts = [list(same) for part in self.by_group(rows) for _, same in groupby(part, key=lambda row: ids[row])]
+        done = self.judged.completions
+        parts = [
+            list(same)
+            for part in self.by_group(rows)
+            for _, same in groupby(part, key=lambda row: done[row].prompt_ids)
+        ]
         return [Group(self.prompts[part[0]], [self.completions[row] for row in part]) for part in parts]
 
     def passes(

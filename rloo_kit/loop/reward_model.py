@@ -24,7 +24,7 @@ from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraS
 from rloo_kit.config.supervised import RewardModelSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
-from rloo_kit.data.load import Part, draw, read_part, render_row
+from rloo_kit.data.load import Part, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
@@ -33,7 +33,7 @@ from rloo_kit.models.adapters import choose_targets, follow_umask, restore_preci
 from rloo_kit.models.source import ModelSource, bind_padding, find_source
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference
-from rloo_kit.rewarding.verifiers import TEXT_ENDS, RewardModel, TextForm
+from rloo_kit.rewarding.scoring_model import TEXT_ENDS, RewardModel, TextForm
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.folder import RunDir, check_folder, open_folder
@@ -75,8 +75,8 @@ class RewardModelResult:
         table = Table("measure", title="Reward model on held-out pairs", title_justify="left")
         table.add_column("value [95 % interval]", justify="right")
         table.add_column("prompts", justify="right")
-        for name, found in self.measures.items():
-            table.add_row(name, str(found), str(found.count))
+        for name, measured in self.measures.items():
+            table.add_row(name, str(measured), str(measured.count))
         warnings = [fill_text(f"WARNING: {warning}") for warning in self.warnings]
         path = self.folder.relative_to(Path.cwd()) if self.folder.is_relative_to(Path.cwd()) else self.folder
         entry = f"- {{name: reward_model, params: {{model: {write_value(str(path))}}}}}"
@@ -102,8 +102,8 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
         raise ConfigError(f"a reward model is trained in one process, and there are {count}: start it without launcher")
     check_folder(run, overwrite, FOLDER)
     if section.model is not None:
-        own = {"name": section.model, "adapter": None, "family": "auto", "enable_thinking": None}
-        run.model = run.model.model_copy(update=own)
+        replaced = {"name": section.model, "adapter": None, "family": "auto", "enable_thinking": None}
+        run.model = run.model.model_copy(update=replaced)
     source = find_source(run)
     if source.adapter is not None:
         raise ConfigError(
@@ -113,7 +113,7 @@ def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardMode
     tokenizer = _load(AutoTokenizer, source.base)
     pairs, held_out = load_pairs(run, section, tokenizer)
     say(f"reward model: {len(pairs)} pairs to train on, {len(held_out)} held out")
-    model = load_base(run, source, section.lora)
+    model = load_classifier(run, source, section.lora)
     with open_folder(named, overwrite, FOLDER) as run_dir:
         result = _train(run, section, model, tokenizer, pairs, run_dir)
         reward = RewardModel(str(result.folder), batch_size=2 * section.per_device_train_batch_size)
@@ -128,12 +128,12 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
     columns = Columns(section.prompt_column or run.data.prompt_column, section.chosen_column, prefix="reward_model.")
     keys: dict[str, Any] = {"key": "reward_model.source", "split_key": "reward_model.split"}
     source = read_part(run, Part(section.source, columns, section.subset, section.split, **keys), thinking=True)
-    source = draw(source, section.num_pairs, run.data.seed)
+    source = draw_subset(source, section.num_pairs, run.data.seed)
     there = [columns.prompt, *([columns.answer] if source.answers else []), *source.other_names]
     for key, name in (("chosen_column", section.chosen_column), ("rejected_column", section.rejected_column)):
         if name not in there:
-            found = f"{source.name} has no column '{name}'; columns found: {', '.join(there)}"
-            raise DataError(f"{found}. Name the right one in reward_model.{key}")
+            problem = f"{source.name} has no column '{name}'; columns found: {', '.join(there)}"
+            raise DataError(f"{problem}. Name the right one in reward_model.{key}")
     (family, thinking), form = family_of(run, tokenizer), TextForm(tokenizer, ends=True)
     limit, left_out = section.max_length or run.model.max_seq_length, Counter[str]()
     groups = defaultdict[str, list[Pair]](list)
@@ -173,10 +173,11 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
 def _read_answer(value: Any, where: str, end: str | None, thinking: bool) -> tuple[Any, str]:
     """The messages before an answer (None without any), and the answer without thinking."""
     before, value = None, parse_conversation(value)
-    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         if value[-1].get("role") != "assistant":
             raise DataError(f"{where}: a conversation ends with the assistant's answer, found {excerpt(value[-1])}")
-        filled = [{key: item for key, item in one.items() if item is not None} for one in value]  # Arrow adds keys
+        # without the keys that Arrow adds
+        filled = [{key: item for key, item in message.items() if item is not None} for message in value]
         before, value = filled[:-1] or None, filled[-1].get("content")
     if not isinstance(value, str | None):
         raise DataError(f"{where}: an answer is {excerpt(value)}; it is text, or messages that end with it")
@@ -184,15 +185,15 @@ def _read_answer(value: Any, where: str, end: str | None, thinking: bool) -> tup
     return before, (value.rpartition(THINK_END)[2] if thinking else value).strip()
 
 
-def load_base(run: RunConfig, source: ModelSource, lora: LoraSection | None) -> Any:
+def load_classifier(run: RunConfig, source: ModelSource, lora: LoraSection | None) -> Any:
     """The model to start from, with one output instead of the language model's head, and with an adapter for `lora`."""
     automatic = environment.current().dtype_name if lora else "float32"
     dtype = getattr(torch, automatic if run.model.dtype == "auto" else run.model.dtype)
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": "cuda" if torch.cuda.is_available() else "cpu"}}
     if run.model.load_in_4bit:
         if lora is None:
-            found = "model.load_in_4bit is true and reward_model.lora is null, but 4-bit weights cannot be trained"
-            raise ConfigError(f"{found}: set reward_model.lora={{}} or model.load_in_4bit=false")
+            problem = "model.load_in_4bit is true and reward_model.lora is null, but 4-bit weights cannot be trained"
+            raise ConfigError(f"{problem}: set reward_model.lora={{}} or model.load_in_4bit=false")
         nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         nf4 |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": ["score"]}
         options["quantization_config"] = BitsAndBytesConfig(**nf4)
@@ -206,8 +207,9 @@ def load_base(run: RunConfig, source: ModelSource, lora: LoraSection | None) -> 
     model = peft.get_peft_model(
         model, peft.LoraConfig("SEQ_CLS", target_modules=targets, lora_dropout=lora.dropout, **scale)
     )
-    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
-        parameter.data = parameter.data.float()  # the head too: small updates are lost in 16 bits
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # the head too: small updates are lost in 16 bits
     return model
 
 
@@ -215,11 +217,11 @@ def _load(kind: Any, base: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(base, **options)
     except (OSError, ValueError) as error:
-        found = f"{base} cannot be loaded by {kind.__name__}: {error}"
-        raise BackendError(f"{found}; set reward_model.model (or model.name) to another model") from error
+        problem = f"{base} cannot be loaded by {kind.__name__}: {error}"
+        raise BackendError(f"{problem}; set reward_model.model (or model.name) to another model") from error
 
 
-def merge(model: Any) -> Any:
+def merge_adapter(model: Any) -> Any:
     """The classifier with its adapter merged, in float32 on the CPU: in 16 or 4 bits the sum would be rounded twice."""
     if not hasattr(model, "peft_config"):
         return model
@@ -257,7 +259,7 @@ def _train(
     state, target, staged = trainer.state, run_dir / FOLDER, run_dir / UNFINISHED / FOLDER
     stopped = "interrupted" if interrupts.requested and state.global_step < state.max_steps else None
     with saving(target):
-        model = merge(model).to(dtype)
+        model = merge_adapter(model).to(dtype)
         model.config.update({TEXT_ENDS: True})
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
@@ -272,8 +274,8 @@ class RewardTrainer(trl.RewardTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = 0) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if not torch.isfinite(loss):
-            found = f"the loss of the reward model is {loss.item()} at step {self.state.global_step + 1}"
-            raise NonFiniteError(f"{found}: lower reward_model.learning_rate, or set rloo.bf16=false rloo.fp16=false")
+            problem = f"the loss of the reward model is {loss.item()} at step {self.state.global_step + 1}"
+            raise NonFiniteError(f"{problem}: lower reward_model.learning_rate, or set rloo.bf16=false rloo.fp16=false")
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -284,8 +286,8 @@ class _ProgressLine(ProgressLine):
     """The progress line of a reward model's training."""
 
     def _line(self, state: Any, left_s: float, since_s: float) -> str:
-        found = ", ".join(f"{name} {self._logs[name]:.3f}" for name in ("loss", "accuracy", "margin"))
-        return f"{super()._line(state, left_s, since_s)} | {found}"
+        metrics = ", ".join(f"{name} {self._logs[name]:.3f}" for name in ("loss", "accuracy", "margin"))
+        return f"{super()._line(state, left_s, since_s)} | {metrics}"
 
 
 def measure_pairs(pairs: list[Pair], reward: RewardModel, result: RewardModelResult) -> None:
@@ -300,10 +302,11 @@ def measure_pairs(pairs: list[Pair], reward: RewardModel, result: RewardModelRes
     margins = [(better or 0.0) - (worse or 0.0) for better, worse in halves]
     right = [(value > 0) + (value == 0) / 2 for value in margins]
     longer = [(more > 0) + (more == 0) / 2 for more in (len(pair.ids[0]) - len(pair.ids[1]) for pair in pairs)]
-    sign, uneven = 1 if sum(longer) >= len(pairs) / 2 else -1, [i for i, one in enumerate(longer) if one != 0.5]
+    sign = 1 if sum(longer) >= len(pairs) / 2 else -1
+    uneven = [i for i, value in enumerate(longer) if value != 0.5]
     rows: dict[str, dict[int, float]] = {
         "accuracy": dict(enumerate(right)),
-        ALONE: {i: 0.5 + sign * (one - 0.5) for i, one in enumerate(longer)},
+        ALONE: {i: 0.5 + sign * (value - 0.5) for i, value in enumerate(longer)},
         "accuracy, chosen is longer": {i: right[i] for i in uneven if longer[i]},
         SHORTER: {i: right[i] for i in uneven if not longer[i]},
         "rank correlation of score and length": {i: (2 * right[i] - 1) * (2 * longer[i] - 1) for i in uneven},
@@ -318,8 +321,8 @@ def measure_pairs(pairs: list[Pair], reward: RewardModel, result: RewardModelRes
     result.measures = {name: mean_of_prompts(values, 1) for name, values in means.items() if values}
     gain, shorter = paired_difference(means[ALONE], means["accuracy"]), result.measures.get(SHORTER)
     if (gain.low or 0.0) <= 0:
-        found = f"it is not shown to rank better than length alone (accuracy {gain:+.3f})"
-        result.warnings.append(f"{found}: train longer (reward_model.num_train_epochs), or add pairs")
+        problem = f"it is not shown to rank better than length alone (accuracy {gain:+.3f})"
+        result.warnings.append(f"{problem}: train longer (reward_model.num_train_epochs), or add pairs")
     if shorter is not None and (shorter.high or 1.0) < 0.5:
-        found = f"where the better answer is the shorter one, it is right in {shorter} of the pairs"
-        result.warnings.append(f"{found}: RLOO would learn length from it; add such pairs")
+        problem = f"where the better answer is the shorter one, it is right in {shorter} of the pairs"
+        result.warnings.append(f"{problem}: RLOO would learn length from it; add such pairs")

@@ -107,8 +107,8 @@ def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
 
 def read_place(folder: str | None) -> StreamPlace | None:
     """Where a checkpoint's run was in its stream; None without a checkpoint, or if it does not say."""
-    found = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
-    return StreamPlace(**found) if found else None
+    place = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
+    return StreamPlace(**place) if place else None
 
 
 def load_weights(trainer: Any, folder: Path) -> bool:

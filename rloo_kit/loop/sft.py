@@ -28,7 +28,7 @@ from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
-from rloo_kit.loop.options import default_of, mixed_precision
+from rloo_kit.loop.options import default_of, precision_flags
 from rloo_kit.loop.saving import publish_adapter
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
 from rloo_kit.models.policy import Policy, keep_settings, keep_values
@@ -142,8 +142,8 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
         adapter = adapter.resolve().relative_to(Path.cwd())
     key = f"model.{weights_of(adapter)[0]}"
     replaced = WEIGHTS[: WEIGHTS.index(key) + 1]
-    own = (*(f"{one}=" for one in (*replaced, "run.name")), "sft.")
-    kept = [word for word in overrides if not word.startswith(own)]
+    prefixes = (*(f"{name}=" for name in (*replaced, "run.name")), "sft.")
+    kept = [word for word in overrides if not word.startswith(prefixes)]
     if any(word.startswith("run.name=") for word in overrides):
         kept.append(f"run.name={run.name}")
     with_weights = [*kept, f"{key}={write_value(str(adapter))}"]
@@ -173,7 +173,7 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
     trainer = build_trainer(run, policy, worked, unused)
     before = Evaluation.read(run_dir / "before.json")
     after_s = 0.0 if before is None else before.seconds  # the one after takes about as long
-    for callback in (writer, _ProgressLine(trainer, writer, run.run.progress_every_s, after_s), interrupts):
+    for callback in (writer, _SftProgressLine(trainer, writer, run.run.progress_every_s, after_s), interrupts):
         trainer.add_callback(callback)
     say(f"sft: {worked}; {trainer.scorer.reason}")
     try:
@@ -199,11 +199,11 @@ def _train(run: RunConfig, policy: Policy, worked: Demonstrations, run_dir: RunD
 def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder: Path) -> "SftTrainer":
     """The trainer of `policy` on `worked`; `folder` is TRL's output folder, which stays empty."""
     rows = [
-        {"input_ids": one.prompt_ids + one.completion_ids, "labels": [-100] * len(one.prompt_ids) + one.labels}
-        for one in worked.examples
+        {"input_ids": row.prompt_ids + row.completion_ids, "labels": [-100] * len(row.prompt_ids) + row.labels}
+        for row in worked.examples
     ]
     # TRL's defaults, even if Unsloth generated the class
-    values = {one.name: default_of(one) for one in fields(_STOCK) if one.init} | _arguments(run, policy, folder)
+    values = {field.name: default_of(field) for field in fields(_STOCK) if field.init} | _arguments(run, policy, folder)
     args = trl.SFTConfig(**values)
     keep_values(args, _STOCK, values)
     arguments = {"model": policy.model, "args": args, "processing_class": policy.tokenizer}
@@ -237,7 +237,7 @@ def plain_arguments(run: RunConfig, section: SftSection | RewardModelSection, on
         "disable_tqdm": True,
         "use_cpu": on_cpu,
         "dataloader_pin_memory": not on_cpu,
-        **mixed_precision(run),
+        **precision_flags(run),
     }
 
 
@@ -294,7 +294,7 @@ class SftTrainer(trl.SFTTrainer):
         """Save nothing here: the weights are saved once, at the end."""
 
 
-class _ProgressLine(ProgressLine):
+class _SftProgressLine(ProgressLine):
     """The progress line of supervised training."""
 
     def __init__(self, trainer: SftTrainer, writer: MetricsWriter, every_s: float, after_s: float):

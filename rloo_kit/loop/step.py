@@ -110,37 +110,37 @@ class RLOOStep:
         """Sample a completion for each row and score it."""
         before = self.sampler.engine.token_steps
         with self.recorder.timed("rollout"):
-            found = self.sampler.sample(rows)
-        self.recorder.sampled(found, self.sampler.engine.token_steps - before)
+            completions = self.sampler.sample(rows)
+        self.recorder.sampled(completions, self.sampler.engine.token_steps - before)
         with self.recorder.timed("reward"):
-            return self.rewarder.judge(found)
+            return self.rewarder.judge(completions)
 
     def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
         """Token ids and masks on the device, and the scores to compare."""
-        found, device = judged.completions, self.parallel.accelerator.device
+        completions, device = judged.completions, self.parallel.accelerator.device
 
-        def ragged(rows: list[list[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
+        def ragged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[torch.Tensor]:
             flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
             return list(flat.to(device).split([len(row) for row in rows]))
 
-        masks = [
-            [not (cut and self.settings.mask_truncated_completions)] * len(ids)
-            for cut, ids in zip(found.truncated, found.completion_ids, strict=True)
-        ]
-        for mask, forced, context in zip(masks, found.forced, found.context, strict=True):
-            for start, end in (*forced, *context):
+        masks = []
+        for completion in completions:
+            is_trained = completion.ended or not self.settings.mask_truncated_completions
+            mask = [is_trained] * len(completion.ids)
+            for start, end in (*completion.forced, *completion.context):
                 mask[start:end] = [False] * (end - start)
+            masks.append(mask)
         scores = self.rewarder.normalize(judged.scores, training)
         if not self.settings.baseline_includes_masked:
             is_masked = torch.tensor([not any(mask) for mask in masks], device=device)
             scores = scores.masked_fill(self.parallel.gather(is_masked), torch.nan)
-        logps = [row for row in found.sampler_logps if row is not None]
+        logps = [completion.logps for completion in completions if completion.logps is not None]
         return RolloutBatch(
             judged=judged,
             group_size=self.settings.num_generations if training else self.settings.num_generations_eval,
             first=self.parallel.rows(len(masks)).start,
-            prompts=ragged(found.prompt_ids, torch.long),
-            completions=ragged(found.completion_ids, torch.long),
+            prompts=ragged([completion.prompt_ids for completion in completions], torch.long),
+            completions=ragged([completion.ids for completion in completions], torch.long),
             mask=ragged(masks, torch.bool),
             scores=scores,
             sampler_logps=ragged(logps, torch.float32) if len(logps) == len(masks) else None,

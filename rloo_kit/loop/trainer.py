@@ -162,8 +162,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         return [first * unit + row for first in torch.randperm(rows // unit).tolist() for row in range(unit)]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any) -> Any:
-        """TRL's; the ids of the completions, from the engine (`Sampler`)."""
-        return self.rloo.sampler.complete(prompt_ids)
+        """TRL's: the ids of the completions, from the engine; the last argument has the options of `Sampler.draw`."""
+        return self.rloo.sampler.draw(prompt_ids, **multimodal_fields)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Clipped policy-gradient loss, a mean over completions, times the micro-steps that it represents.

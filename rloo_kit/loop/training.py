@@ -13,8 +13,6 @@ from rloo_kit.collective import gather_objects, share, share_from_main, wait_for
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
 from rloo_kit.data.load import Data
-from rloo_kit.data.tools import open_toolbox
-from rloo_kit.data.verifiers_env import read_versions
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RolloutServerError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
@@ -42,15 +40,17 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.verifiers import RewardModel
+from rloo_kit.rewarding.scoring_model import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.user_code import digest_texts
+from rloo_kit.tools.toolbox import open_toolbox
+from rloo_kit.tools.verifiers_env import read_versions
 
 
 def train_in(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> TrainResult:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import ROWS, TURN_END, TURN_START
+from rloo_kit.data.light_tokenizer import ROWS, TURN_END, TURN_START
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 
 IGNORED = -100  # target of a position without loss
@@ -62,7 +62,7 @@ def find_plan(kind: str, family: Family) -> ColdStart:
     return replace(PLANS[kind], steps=family.steps, habit=family.habit) if kind == "thinking" else PLANS[kind]
 
 
-def train(
+def train_embedded(
     tokenizer: Any,
     kind: str,
     family: Family,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaF
 
 from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import (
+from rloo_kit.data.light_tokenizer import (
     CHAT_TOKENS,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -33,7 +33,7 @@ from rloo_kit.data.chat import (
 )
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import ColdStart, find_plan, train
+from rloo_kit.models.cold_start import ColdStart, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.think_tags import THINK_END, THINK_START
@@ -321,7 +321,7 @@ def run_as_program() -> None:
     family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
     tokenizer = build_tokenizer(kind, vocabulary)
     report = partial(print, _PROGRESS, sep="", flush=True)
-    model = train(tokenizer, kind, family, vocabulary, seed, plan, report)
+    model = train_embedded(tokenizer, kind, family, vocabulary, seed, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / RECORD, recipe)

@@ -385,7 +385,7 @@ def find_factors(on_cuda: bool, fused: bool) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One line of the table: GiB in the rollout and in a training pass, with details."""
 
     name: str
@@ -394,13 +394,13 @@ class Part:
     detail: str
 
 
-def list_parts(work: Workload, rows: int) -> list[Part]:
+def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
     """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
     shape = work.shape
-    parts: list[Part] = []
+    parts: list[MemoryPart] = []
 
     def add(name: str, rollout: int, training: int, detail: str) -> None:
-        parts.append(Part(name, rollout / GIB, training / GIB, detail))
+        parts.append(MemoryPart(name, rollout / GIB, training / GIB, detail))
 
     def add_both(name: str, size: int, detail: str) -> None:
         add(name, size, size, detail)
@@ -465,7 +465,7 @@ def list_parts(work: Workload, rows: int) -> list[Part]:
         found = [
             f"{name} x {factor:.2f} ({load_corrections()['source']})" for name, (gib, factor) in more.items() if gib
         ]
-        parts.append(Part("correction", rollout, training, f"measured: {', '.join(found)}"))
+        parts.append(MemoryPart("correction", rollout, training, f"measured: {', '.join(found)}"))
     return parts
 
 

@@ -301,7 +301,7 @@ def plan_vram(
         tokens_per_pass=work.pass_tokens,
         margins=tuple(_find_margins(run, work, rows, machine)),
         no_gpu=no_gpu,
-        changes=() if fits else tuple(find_changes(run, work, rows, limit)),
+        changes=() if fits else tuple(find_remedies(run, work, rows, limit)),
     )
 
 
@@ -352,7 +352,7 @@ def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -
 # ------------------------------------------------------------------------------------------ what to change
 
 
-def find_changes(run: RunConfig, work: Workload, rows: int, limit: float) -> Iterator[Remedy]:
+def find_remedies(run: RunConfig, work: Workload, rows: int, limit: float) -> Iterator[Remedy]:
     """Changes that bring the run below the limit, cheapest first, until it fits; without those that do not help."""
     wanted = wanted_rows(run, work)  # from the file; None is planned again after each change
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)

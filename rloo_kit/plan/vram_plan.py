@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.config.yaml_files import write_value
-from rloo_kit.plan.parts import Part
+from rloo_kit.plan.parts import MemoryPart
 from rloo_kit.plan.speed import RunTime
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.problems import Problem
@@ -117,7 +117,7 @@ class VramPlan:
     engine: EngineChoice
     vllm: VllmPlan | None
     step: RunTime | None
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     rollout_gib: float
     training_gib: float
     rows: int

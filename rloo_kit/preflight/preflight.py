@@ -20,7 +20,6 @@ from rloo_kit.collective import share, share_from_main
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.callbacks import say_findings
 from rloo_kit.loop.training import check_sampling, check_start, train_in
@@ -33,6 +32,7 @@ from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
+from rloo_kit.tools.toolbox import open_toolbox
 
 
 def train(

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
+from rloo_kit.completion import Episode, measure_calls
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
-from rloo_kit.data.tool_turns import make_call
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.errors import RlooKitError, shorten
 from rloo_kit.gradient.advantages import tied_groups
 from rloo_kit.health.series import at_ceiling
@@ -32,15 +31,16 @@ from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps
 from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
-from rloo_kit.rollout.completions import measure_calls
-from rloo_kit.rollout.engine import prefer_engine
-from rloo_kit.rollout.episodes import Episode
+from rloo_kit.rollout.choice import prefer_engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, split_turns
+from rloo_kit.rollout.types import FOREIGN, Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
-from rloo_kit.think_tags import THINK_START, count_thinking
+from rloo_kit.think_tags import THINK_START
+from rloo_kit.tools.toolbox import Toolbox
+from rloo_kit.tools.turns import make_call
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
@@ -106,13 +106,13 @@ def run_probe(
     try:
         with make_trainer(policy, run, rewards, data.train) as trainer:
             probe = roll_out(trainer, draw_rows(run, data.train), run, tell)
-            describe(run, policy, probe, measures)
+            describe_probe(run, policy, probe, measures)
             wider = draw_rows(run, data.train, WIDER) if is_unsure(probe, measures) else []
             if len(wider) > len(probe.batch):
                 expected = format_seconds((probe.sample_s + probe.judge_s) * len(wider) / len(probe.batch))
                 tell(f"{measures.signal} of {measures.prompts} groups have a signal; a wider probe, about {expected}")
                 probe = roll_out(trainer, wider, run, tell)
-                describe(run, policy, probe, measures)
+                describe_probe(run, policy, probe, measures)
             tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
             starts_there = compare_logps(trainer, probe, measures)
             faults += find_logp_faults(trainer, measures, starts_there)
@@ -151,10 +151,9 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
             tell(f"probe rollout: {done} of {total} completions")
             told_at = time.monotonic()
 
-    step.sampler.on_progress = progress
-    found = step.sampler.sample(rows)
+    completions = step.sampler.sample(rows, on_progress=progress)
     sampled = time.monotonic()
-    judged = step.rewarder.judge(found)
+    judged = step.rewarder.judge(completions)
     judge_s = time.monotonic() - sampled
     return Probe(step.lay_out(judged, training=True), sampled - started, judge_s, list(trainer.reward_func_names))
 
@@ -217,24 +216,23 @@ def time_step(engine: Engine, batch: RolloutBatch, rows: int, run: RunConfig) ->
     return statistics.median(map(operator.sub, times[1:], times))
 
 
-def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
+def describe_probe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -> None:
     """Fill `measures` from the probe: lengths, thinking, rewards, signal, pass rate."""
     batch, judged = probe.batch, probe.batch.judged
-    found, size = judged.completions, probe.batch.group_size
+    completions, size = judged.completions, probe.batch.group_size
     measures.generations, measures.prompts = size, len(batch) // size
-    turns = [split_turns(*one) for one in zip(found.completion_ids, found.context, strict=True)]
-    measures.completion_tokens = Spread.of([sum(map(len, one)) for one in turns])
-    measures.truncated = sum(found.truncated) / len(batch)
+    measures.completion_tokens = Spread.of([completion.tokens for completion in completions])
+    measures.truncated = sum(not completion.ended for completion in completions) / len(batch)
     end_id = policy.tags.end_id
     if thinks(policy.family, run.model.enable_thinking) and end_id is not None:
-        own = [end_id in ids and not spans for ids, spans in zip(found.completion_ids, found.forced, strict=True)]
-        measures.closed, measures.think_end_id = sum(own) / len(own), end_id
-        measures.forced = sum(map(bool, found.forced)) / len(own)
-        measures.thinking_tokens = Spread.of([count_thinking(one, end_id) for one in turns])
-    if played := [one for one in found.episodes if one is not None]:
-        calls = [call for one in played for call in one.calls]
-        measures.episodes = measure_calls(calls, [len(spans) + 1 for spans in found.context])
-        shown = max(played, key=lambda one: (bool(one.calls), one.cut is None)).messages
+        closed = [end_id in completion.ids and not completion.forced for completion in completions]
+        measures.closed, measures.think_end_id = sum(closed) / len(closed), end_id
+        measures.forced = sum(bool(completion.forced) for completion in completions) / len(closed)
+        measures.thinking_tokens = Spread.of([completion.thinking_tokens for completion in completions])
+    if played := list_episodes(batch):
+        calls = [call for episode in played for call in episode.calls]
+        measures.episodes = measure_calls(calls, [len(completion.turns) for completion in completions])
+        shown = max(played, key=lambda episode: (bool(episode.calls), episode.cut is None)).messages
         measures.episode = [f"{kind}: {_one_line(text)}" for kind, text in list_steps([*shown, {}])]
     for column, name in enumerate(probe.rewards):
         rewards = judged.rewards_per_func[:, column]
@@ -246,6 +244,11 @@ def describe(run: RunConfig, policy: Policy, probe: Probe, measures: Measures) -
     if answers is not None:
         shares = (answers == 1.0).view(-1, size).float().mean(dim=1).tolist()
         measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size).ends
+
+
+def list_episodes(batch: RolloutBatch) -> list[Episode]:
+    """The episodes of a batch; none without tools."""
+    return [completion.episode for completion in batch.judged.completions if completion.episode is not None]
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
@@ -277,11 +280,12 @@ def find_rollout_faults(
         fix = f"fix the reward. A failure: {' | '.join(probe.batch.judged.failures) or 'infinity'}"
         level = "error" if failed > limit else "warning"
         yield Problem("rewards", found, fix, f"run.max_reward_failure_share={limit:g}", level)
-    ids, end_id = probe.batch.judged.completions.completion_ids, policy.tags.end_id
-    if policy.family == "instruct" and (closed := sum(end_id in one for one in ids) / len(ids)) > CLOSED:
-        found = f"{closed:.0%} of {len(ids)} completions close a thought, and the family is instruct"
+    completions, end_id = probe.batch.judged.completions, policy.tags.end_id
+    closed = sum(end_id in completion.ids for completion in completions) / count
+    if policy.family == "instruct" and closed > CLOSED:
+        found = f"{closed:.0%} of {count} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
-    if played := [one for one in probe.batch.judged.completions.episodes if one is not None]:
+    if played := list_episodes(probe.batch):
         yield from _find_call_faults(run, played, bool(measures.tools))
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
@@ -352,7 +356,7 @@ def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) 
         masked = ", or all of its tokens are masked (rloo.mask_truncated_completions)" if measures.truncated else ""
         why = f"all completions of a group earn the same reward{masked} (means: {means})"
         fix = "raise rloo.temperature, add a graded reward to rewards, or take other prompts (data.source)"
-        if str(probe.batch.judged.completions.prompts[0]).rstrip().endswith(THINK_START):
+        if str(probe.batch.judged.completions[0].prompt).rstrip().endswith(THINK_START):
             fix += f". A pattern that wants {THINK_START} never matches: the prompt opens it"
     silence = f"none of {measures.prompts} groups of {measures.generations} has a signal, so all advantages are "
     return Problem(name, f"{silence}zero and the run trains nothing: {why}", fix, level=level)
@@ -361,7 +365,10 @@ def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) 
 def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
     """The fault of the published recipe, with a length that this model's thinking fits into."""
     limit, batch = run.rloo.max_completion_length, probe.batch
-    earned, cut = batch.judged.raw_scores.nanmedian().item(), sum(batch.judged.completions.truncated)
+    earned, cut = (
+        batch.judged.raw_scores.nanmedian().item(),
+        sum(not completion.ended for completion in batch.judged.completions),
+    )
     nearly = "nearly " if measures.signal else ""
     found = (
         f"rloo.max_completion_length={limit} with a reward of {earned:.1f} for a missing </think> gives {nearly}every "
@@ -381,7 +388,7 @@ def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: 
 def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
     """(lengths of completions that end by themselves, one per prompt; the limit they were sampled with: the model's
     own, up to `LONG_TOKENS`). No lengths if fewer than half end."""
-    sampler, first = trainer.rloo.sampler, batch.judged.completions.rows[:: batch.group_size]
+    sampler, firsts = trainer.rloo.sampler, batch.judged.completions[:: batch.group_size]
     prompt = max(map(len, batch.prompts))
     positions = _positions(policy)
     if policy.backend == "unsloth" or sampler.engine.name in FOREIGN:  # their position tables end at the run's length
@@ -389,10 +396,9 @@ def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: Ro
     longest = min(positions - prompt, LONG_TOKENS)
     if longest <= run.rloo.max_completion_length:
         return [], run.rloo.max_completion_length
-    sampler.limits = Limits(longest)
-    found = sampler.sample(first)
-    ended = [len(ids) for ids, cut in zip(found.completion_ids, found.truncated, strict=True) if not cut]
-    return (ended if 2 * len(ended) >= len(first) else []), longest
+    completions = sampler.sample([completion.row for completion in firsts], Limits(longest))
+    ended = [len(completion.ids) for completion in completions if completion.ended]
+    return (ended if 2 * len(ended) >= len(firsts) else []), longest
 
 
 def _positions(policy: Policy) -> int:

@@ -18,18 +18,18 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
-from rloo_kit.data.tools import open_toolbox
 from rloo_kit.loop.memory_watch import MemoryPeak
-from rloo_kit.loop.options import RLOOConfig, loaded_engine, mixed_precision, training_arguments
+from rloo_kit.loop.options import RLOOConfig, loaded_engine, precision_flags, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
-from rloo_kit.plan.planner import find_changes, plan_vram, read_workload
+from rloo_kit.plan.planner import find_remedies, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import VramPlan
-from rloo_kit.rollout.types import FOREIGN, Rollout, Span
+from rloo_kit.rollout.types import FOREIGN, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
+from rloo_kit.tools.toolbox import open_toolbox
 
 Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
@@ -126,7 +126,7 @@ def try_steps(
     looked = FirstSteps(weights, tell)
     try:
         with MemoryPeak() as peak:
-            steps = STEPS_FP16 if mixed_precision(run)["fp16"] else STEPS
+            steps = STEPS_FP16 if precision_flags(run)["fp16"] else STEPS
             take_steps(policy, run, callbacks=[looked], steps=steps)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -145,7 +145,7 @@ def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
     changes = plan.changes
     if not changes:
         load = read_workload(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
-        changes = tuple(find_changes(run, load, plan.rows, SMALLER * plan.peak_gib))
+        changes = tuple(find_remedies(run, load, plan.rows, SMALLER * plan.peak_gib))
     if not changes:
         return "take a smaller model.name"
     return f"set {', then '.join(change.override for change in changes)}"
@@ -254,8 +254,7 @@ class _FullRows:
     def sample(self, prompt_ids: list[list[int]], *_more: Any, **_named: Any) -> Rollout:
         self._before()
         ids = [torch.randint(1, 200, (self._tokens - len(prompt),)).tolist() for prompt in prompt_ids]
-        nothing: list[list[Span]] = [[] for _ in ids]
-        return Rollout(ids, nothing, [[-1.0] * len(row) for row in ids], nothing)
+        return replace(Rollout.of(ids), sampler_logps=[[-1.0] * len(row) for row in ids])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rules import Context
-from rloo_kit.health.series import LEVELS, Judgement, is_number, judge
+from rloo_kit.health.series import LEVELS, Judgement, is_number, judge_metrics
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows
@@ -151,7 +151,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
     context, rows = Context.of(run), result.metrics
     watch = HealthWatch(context, rows)
-    judgements = judge(rows, context.on_policy, last, watch.is_solved())
+    judgements = judge_metrics(rows, context.on_policy, last, watch.is_solved())
     now = [one for one in watch.findings if watch.holds(one)]
     known = {one.name for one in now} | watch.explained()
     actions = []

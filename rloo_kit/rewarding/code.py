@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, UncrossedError, compile_tests, find_code, read_tests
-from rloo_kit.rewarding.verifiers import AnswerReader
+from rloo_kit.rewarding.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
 
@@ -31,7 +31,7 @@ NO_JAIL = (
     "apparmor=unconfined, or --cap-add SYS_ADMIN; a host too: sysctl user.max_user_namespaces above 0, and on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0"
 )
-PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # of no virtual environment
+PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # not a virtual environment's
 PACKAGES = ("numpy",)  # that code and tests may import if they are installed
 PLACE = "/packages"  # where the jail has these, and what runs in it
 BOOT = """# the jail of `code_reward`
@@ -60,8 +60,8 @@ class Jail:
         """The process of a role, limited already; killed at the end. Raises JailError if it could not be."""
         with ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b", 0)).fileno()  # the jail has no /dev
-            given = {"memory_mb": 512, "cpu_s": 60, "call_s": 2.0, "answer_s": 10.0, "role": role, "null": null}
-            command = [*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", BOOT, json.dumps(given | settings)]
+            defaults = {"memory_mb": 512, "cpu_s": 60, "call_s": 2.0, "answer_s": 10.0, "role": role, "null": null}
+            command = [*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", BOOT, json.dumps(defaults | settings)]
             ends: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
             process: Any = subprocess.Popen(command, env={}, cwd="/", pass_fds=(null,), **ends)
             stack.enter_context(process)
@@ -106,9 +106,9 @@ def bubblewrap() -> Jail:
         raise RewardError("there is no bwrap on PATH")
     importlib.import_module("rloo_kit.rewarding.jailed")  # which compiles it, once for all jails
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
-    own = os.path.realpath(f"{sys.base_prefix}/lib")
+    base_libraries = os.path.realpath(f"{sys.base_prefix}/lib")
     options = BUBBLEWRAP.split()
-    for path in dict.fromkeys((*libraries, own, PYTHON, "/etc/ld.so.cache")):
+    for path in dict.fromkeys((*libraries, base_libraries, PYTHON, "/etc/ld.so.cache")):
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -128,8 +128,8 @@ def bubblewrap() -> Jail:
 @functools.cache
 def _packages() -> tuple[Path, ...]:
     """The folders of PACKAGES, with their libraries."""
-    found = [Path(spec.origin).parent for name in PACKAGES if (spec := importlib.util.find_spec(name)) and spec.origin]
-    return tuple(one for path in found for one in (path, path.with_name(f"{path.name}.libs")) if one.is_dir())
+    paths = [Path(spec.origin).parent for name in PACKAGES if (spec := importlib.util.find_spec(name)) and spec.origin]
+    return tuple(folder for path in paths for folder in (path, path.with_name(f"{path.name}.libs")) if folder.is_dir())
 
 
 @dataclass
@@ -188,14 +188,14 @@ class CodeReward(AnswerReader):
             jail = find_jail()
         except RewardError as error:
             raise WholeBatchError(str(error)) from None
-        own = {name: columns[name] for name in TEST_COLUMNS if columns.get(name) is not None}
-        rows = [{name: values[index] for name, values in own.items()} for index in range(len(answers))]
+        test_columns = {name: columns[name] for name in TEST_COLUMNS if columns.get(name) is not None}
+        rows = [{name: values[index] for name, values in test_columns.items()} for index in range(len(answers))]
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as pool:
             return list(pool.map(functools.partial(self._score, jail), answers, tests, rows))
 
-    def _score(self, jail: Jail, answer: str, given: Any, row: Mapping[str, Any]) -> float | None:
+    def _score(self, jail: Jail, answer: str, raw_tests: Any, row: Mapping[str, Any]) -> float | None:
         try:
-            tests, code = read_tests(given, row), find_code(answer)
+            tests, code = read_tests(raw_tests, row), find_code(answer)
             if not tests or not code:
                 return 0.0 if tests else None
             limits: dict[str, Any] = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
@@ -213,34 +213,34 @@ class CodeReward(AnswerReader):
             is_scored = not isinstance(error, UncrossedError)
             if str(error) not in _SAID:
                 _SAID.add(str(error))
-                what = "failed on" if is_scored else "does not score answers to"
-                say(f"WARNING: code_reward {what} the tests {excerpt(given)}, and like these: {error}")
+                verb = "failed on" if is_scored else "does not score answers to"
+                say(f"WARNING: code_reward {verb} the tests {excerpt(raw_tests)}, and like these: {error}")
             return math.nan if is_scored else None
 
 
 def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> float:
     """The share of asserts that hold. Raises UncrossedError if only plain Python knows and says that all do."""
     text = json.dumps(row).encode()
-    found: dict[str, Any] = {"value": 0.0, "uncrossed": []}
+    verdict: dict[str, Any] = {"value": 0.0, "uncrossed": []}
     with suppress(ValueError):  # it ran out of memory or time
-        found = json.loads(jail.run("asserts", text, **limits))
-    is_unsure = found["value"] < 1.0 and found["uncrossed"]
+        verdict = json.loads(jail.run("asserts", text, **limits))
+    is_unsure = verdict["value"] < 1.0 and verdict["uncrossed"]
     if is_unsure and jail.run("plain", text, 1, **limits) == b'{"value": 1.0}':
-        raise UncrossedError(found["uncrossed"][0])
-    return float(found["value"])
+        raise UncrossedError(verdict["uncrossed"][0])
+    return float(verdict["value"])
 
 
 def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence[Any]) -> float:
     """The share of inputs for which the program prints what it has to."""
-    from rloo_kit.rewarding.jailed import digest  # which loads on Linux only
+    from rloo_kit.rewarding.jailed import digest_output  # which loads on Linux only
 
-    given = [code.encode("utf-8", "replace"), *(b"+" + one.encode("utf-8", "replace") for one, _ in tests)]
-    blocks = b"".join(f"{len(block)}\n".encode() + block for block in given)
+    texts = [code.encode("utf-8", "replace"), *(b"+" + stdin.encode("utf-8", "replace") for stdin, _ in tests)]
+    blocks = b"".join(f"{len(text)}\n".encode() + text for text in texts)
     printed = jail.run("programs", blocks, **limits).decode().splitlines()
     if 0 < len(printed) < len(tests):
         raise JailError(f"it ended after {len(printed)} of {len(tests)} tests")
-    right = [f"0 {digest(expected.encode())}" for _, expected in tests]
-    return sum(one == two for one, two in zip(printed, right, strict=False)) / len(tests)
+    right = [f"0 {digest_output(expected.encode())}" for _, expected in tests]
+    return sum(got == wanted for got, wanted in zip(printed, right, strict=False)) / len(tests)
 
 
 def _find_hidden_import(code: str) -> str:

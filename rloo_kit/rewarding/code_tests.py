@@ -89,7 +89,7 @@ def find_code(answer: str) -> str:
     ('f = len\n', 'x = 1')
     """
     answer = re.sub(r"\r\n?", "\n", answer)
-    fences = [one.start() for one in re.finditer("```|~~~", answer)]
+    fences = [fence.start() for fence in re.finditer("```|~~~", answer)]
     answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
     blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
@@ -108,7 +108,7 @@ def find_code(answer: str) -> str:
     rank, code = _choose(blocks)
     if rank < 2:
         pieces = _APART.split(answer) if _FENCED.search(answer) else [*_APART.split(answer), *_BARE.findall(answer)]
-        code = max((rank, code), _choose(filter(None, map(_parse, pieces))), key=lambda one: one[0])[1]
+        code = max((rank, code), _choose(filter(None, map(_parse, pieces))), key=lambda ranked: ranked[0])[1]
     return code
 
 
@@ -126,13 +126,14 @@ def _compile(text: str) -> Program:
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree, top = ast.parse(text), symtable.symtable(text, "tests", "exec")
-    for table in (tables := [top]):
+    tables = [top]
+    for table in tables:  # which grows
         tables += table.get_children()
-        for one in table.get_symbols():
-            if (table is top or one.is_global()) and one.is_referenced():
-                used.add(one.get_name())
-            if (table is top or one.is_declared_global()) and (one.is_assigned() or one.is_imported()):
-                bound.add(one.get_name())
+        for symbol in table.get_symbols():
+            if (table is top or symbol.is_global()) and symbol.is_referenced():
+                used.add(symbol.get_name())
+            if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
+                bound.add(symbol.get_name())
     return Program(text, tree, used, bound)
 
 
@@ -178,17 +179,17 @@ def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
     """
-    found: list[Any] = []
-    for one in _listed(tests):
-        read = [one] if isinstance(one, str) else _read_test(one, row)
-        found += [part for part in read if part not in found[:1]]  # `_CALL` once
-    if len({type(one) for one in found}) > 1:
+    parsed: list[Any] = []
+    for test in _listed(tests):
+        read = [test] if isinstance(test, str) else _read_test(test, row)
+        parsed += [part for part in read if part not in parsed[:1]]  # `_CALL` once
+    if len({type(part) for part in parsed}) > 1:
         raise _unread("texts and pairs in one row")
-    return found
+    return parsed
 
 
-def _unread(found: str) -> TestsError:
-    return TestsError(f"they are {found}, and code_reward does not read these; it reads {FORMS}")
+def _unread(form: str) -> TestsError:
+    return TestsError(f"they are {form}, and code_reward does not read these; it reads {FORMS}")
 
 
 def _listed(tests: Any) -> list[Any]:
@@ -201,10 +202,10 @@ def _listed(tests: Any) -> list[Any]:
                 return _listed(parse(tests))
         return [tests] if tests.strip() else []
     if isinstance(tests, list | tuple):
-        if nested := [one for one in tests if not isinstance(one, str | dict | None)]:
+        if nested := [item for item in tests if not isinstance(item, str | dict | None)]:
             raise _unread(f"a list that holds {excerpt(nested[0], 60)} of type {type(nested[0]).__name__}")
-        read = [_listed(one) if isinstance(one, dict) or str(one)[:1] == "{" else [one] for one in tests if one]
-        return [one for some in read for one in some]
+        read = [_listed(item) if isinstance(item, dict) or str(item)[:1] == "{" else [item] for item in tests if item]
+        return [test for listed in read for test in listed]
     if tests is None or tests != tests:
         return []
     if not isinstance(tests, dict):
@@ -216,8 +217,8 @@ def _listed(tests: Any) -> list[Any]:
     if len(given) != len(wanted):
         raise _unread(f"{len(given)} inputs and {len(wanted)} outputs")
     several = {key for key, value in test.items() if isinstance(value, list) and len(value) == len(given)}
-    rows = [{key: one[index] if key in several else one for key, one in test.items()} for index in range(len(given))]
-    return [{key: one for key, one in row.items() if one is not None} for row in rows]
+    rows = [{key: item[index] if key in several else item for key, item in test.items()} for index in range(len(given))]
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
 def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
@@ -228,7 +229,7 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     given, wanted, kind = test["input"], test["output"], test.get("testtype")
     if kind not in _KINDS:
         raise _unread(f"of the type {excerpt(kind, 60)}")
-    if not (_KINDS[kind] or (kind is None and any(one.get(key) for one in (test, row) for key in _NAMES[:2]))):
+    if not (_KINDS[kind] or (kind is None and any(source.get(key) for source in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
     try:
@@ -249,8 +250,8 @@ def _function(test: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         if isinstance(metadata, str):
             with suppress(ValueError):
                 metadata = json.loads(metadata)
-        for one in (source, metadata if isinstance(metadata, dict) else {}):
-            for name in (one.get(key) for key in _NAMES):
+        for mapping in (source, metadata if isinstance(metadata, dict) else {}):
+            for name in (mapping.get(key) for key in _NAMES):
                 if isinstance(name, str) and name:
                     return re.findall(r"\w+|$", name.rstrip("() "))[-2]
         if starters := re.findall(r"\bdef\s+(\w+)", str(source.get("starter_code"))):
@@ -260,7 +261,7 @@ def _function(test: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 def _lines(value: Any) -> str:
     """What a program reads or prints: text, or a list of lines."""
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, list | dict) for one in value)):
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(line, list | dict) for line in value)):
         raise _unread(f"values of a call without a function's name (fn_name): {excerpt(value, 60)}")
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -302,17 +303,17 @@ class Marks(ast.NodeTransformer):
         return list(check) if self.is_tried else [ast.Try(list(check), [failed], [], [])]
 
     def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
-        own = [one for one in node.names if _OWN.fullmatch(one.name)]
-        self.imported |= {"solution" for _ in own}
-        node.names = [one for one in node.names if one not in own]
-        names = _statements(*(f"{one.asname or one.name} = solution" for one in own))
+        solutions = [alias for alias in node.names if _OWN.fullmatch(alias.name)]
+        self.imported |= {"solution" for _ in solutions}
+        node.names = [alias for alias in node.names if alias not in solutions]
+        names = _statements(*(f"{alias.asname or alias.name} = solution" for alias in solutions))
         return [node, *names] if node.names else names
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if not (node.level or _OWN.fullmatch(str(node.module))):
             return node
-        self.imported |= {one.name for one in node.names} - {"*"}
-        return _statements("pass", *(f"{one.asname} = {one.name}" for one in node.names if one.asname))
+        self.imported |= {alias.name for alias in node.names} - {"*"}
+        return _statements("pass", *(f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname))
 
 
 def _mark(*holds: ast.expr) -> ast.Expr:
@@ -345,13 +346,9 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     nodes = list(ast.walk(tree))
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
-    statements = [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)] + runs
-    return {
-        "statements": [*(f"import {name}" for name in sorted(modules)), *statements],
-        "asserts": asserts,
-        "names": sorted(names),
-        "classes": classes,
-    }
+    statements = [f"import {name}" for name in sorted(modules)]
+    statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
+    return {"statements": statements + runs, "asserts": asserts, "names": sorted(names), "classes": classes}
 
 
 def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], int, list[str]]:
@@ -361,7 +358,7 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
     try:
         _, tree, used, bound = _compile(source)
         compile(tree, "tests", "exec")  # never an answer's code, which can be made to need any memory
-        tree.body = [one for node in tree.body for one in _without_runner(node)]
+        tree.body = [statement for node in tree.body for statement in _without_runner(node)]
         nodes = list(ast.walk(tree := marks.visit(tree)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise TestsError(f"they are no Python: {getattr(error, 'msg', error)}") from None
@@ -385,49 +382,49 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
     """A statement of the tests' module, which is run by itself as a script, without the start of a test runner."""
     if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-        return [one for inner in node.body for one in _without_runner(inner)]
+        return [statement for inner in node.body for statement in _without_runner(inner)]
     is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assert)
     return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
 
 
 def _find_runs(tree: ast.Module, used: set[str], fixtures: dict[str, ast.FunctionDef]) -> list[str]:
     """A statement for each test that a test runner would call; those of pytest lose their decorators to it."""
-    own: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    nodes: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     runs = []
-    for name, node in own.items():
+    for name, node in nodes.items():
         if isinstance(node, ast.FunctionDef):
             if _is_test(node) and name not in used:
                 runs.append(_run(node, [], "", [], fixtures))
             continue
-        methods, bases = _inherited(node, own)
-        tests = [one for one in methods.values() if _is_test(one, node)]
+        methods, bases = _inherited(node, nodes)
+        tests = [method for method in methods.values() if _is_test(method, node)]
         if any(base.endswith("TestCase") for base in bases):
-            debug = [f"{name}('{one.name}').debug()" for one in tests]
+            debug = [f"{name}('{test.name}').debug()" for test in tests]
             runs += [*_hooks(methods, name, "setUpClass"), *debug, *_hooks(methods, name, "tearDownClass")]
         elif name.startswith("Test"):
             before = [f"_one_ = {name}()", *_hooks(methods, "_one_", "setup_class", "setup_method", "setup")]
             after = _hooks(methods, "_one_", "teardown_method", "teardown")
-            runs += [_run(one, before, "_one_.", after, fixtures) for one in tests]
+            runs += [_run(test, before, "_one_.", after, fixtures) for test in tests]
     return runs
 
 
 def _hooks(methods: Mapping[str, ast.FunctionDef], owner: str, *names: str) -> list[str]:
-    found = [methods[name] for name in names if name in methods]
-    return [f"{owner}.{one.name}({'None' if len(one.args.args) > 1 else ''})" for one in found]
+    hooks = [methods[name] for name in names if name in methods]
+    return [f"{owner}.{hook.name}({'None' if len(hook.args.args) > 1 else ''})" for hook in hooks]
 
 
-def _inherited(node: ast.ClassDef, own: Mapping[str, Any]) -> tuple[dict[str, ast.FunctionDef], list[str]]:
+def _inherited(node: ast.ClassDef, nodes: Mapping[str, Any]) -> tuple[dict[str, ast.FunctionDef], list[str]]:
     """The methods of a class of the tests, and all its bases, those among the tests included."""
     methods: dict[str, ast.FunctionDef] = {}
     bases = list(map(ast.unparse, node.bases))
-    for base in filter(None, map(own.get, bases)):
-        inner = _inherited(base, own)
+    for base in filter(None, map(nodes.get, bases)):
+        inner = _inherited(base, nodes)
         methods, bases = inner[0] | methods, bases + inner[1]
-    return methods | {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}, bases
+    return methods | {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}, bases
 
 
 def _is_test(test: ast.FunctionDef, *around: ast.ClassDef) -> bool:
-    decorators = [*test.decorator_list, *(one for node in around for one in node.decorator_list)]
+    decorators = [*test.decorator_list, *(decorator for node in around for decorator in node.decorator_list)]
     marks = " ".join(map(ast.unparse, decorators))
     return test.name.startswith("test") and not re.search("skip|xfail|expectedFailure", marks)
 
@@ -437,35 +434,34 @@ def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str],
     marks, test.decorator_list = list(map(ast.unparse, test.decorator_list)), []
     cases = re.findall(r"\w+", " ".join(mark.partition("[")[0] for mark in marks if "parametrize" in mark))
     call = f"{owner}{test.name}({_arguments(test, ['self', *cases], fixtures)}**given)"
-    lines = [*before, "try:", f"    {call}", "finally:", *(f"    {one}" for one in after or ["pass"])]
-    return "\n".join(
-        [*(f"@{mark}" for mark in marks), "def _case_(**given):", *(f"    {one}" for one in lines), "_case_()"]
-    )
+    lines = [*before, "try:", f"    {call}", "finally:", *(f"    {line}" for line in after or ["pass"])]
+    case = [*(f"@{mark}" for mark in marks), "def _case_(**given):", *(f"    {line}" for line in lines), "_case_()"]
+    return "\n".join(case)
 
 
 def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
     """The fixtures of the tests' own that a test or a fixture is called with, a fresh one each time."""
-    found, names = "", [one.arg for one in test.args.args]
+    text, names = "", [argument.arg for argument in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
         if name not in (*given, *fixtures):
             raise TestsError(LACKS.format(f"pytest's fixture {name}"))
         if name not in given:
             call = f"{name}({_arguments(fixtures[name], ['self'], fixtures)})"
             yields = any(isinstance(node, ast.Yield) for node in ast.walk(fixtures[name]))
-            found += f"{name}=next({call}), " if yields else f"{name}={call}, "
-    return found
+            text += f"{name}=next({call}), " if yields else f"{name}={call}, "
+    return text
 
 
 def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
     """Raise for what the jail lacks, and for what needs the code and its tests in one process."""
     if missing := _roots(nodes) - sys.stdlib_module_names - INSTALLED - {"pytest"}:
-        there = ", ".join(["the standard library", *sorted(INSTALLED), "a part of pytest"])
-        raise TestsError(f"they import {', '.join(sorted(missing))}; the jail has {there}")
+        offered = ", ".join(["the standard library", *sorted(INSTALLED), "a part of pytest"])
+        raise TestsError(f"they import {', '.join(sorted(missing))}; the jail has {offered}")
     bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
-    found = [f"a subclass of the code's {base}" for base in bases if base.partition(".")[0] in names]
-    found += [word for one in _UNCROSSED.findall(text) for word in one if word]
-    if found:
-        raise UncrossedError(f"they use {found[0].rstrip('( =')}, and the code is in a process of its own")
+    uses = [f"a subclass of the code's {base}" for base in bases if base.partition(".")[0] in names]
+    uses += [word for match in _UNCROSSED.findall(text) for word in match if word]
+    if uses:
+        raise UncrossedError(f"they use {uses[0].rstrip('( =')}, and the code is in a process of its own")
     if lacking := _LACKING.search(text):
         raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
@@ -474,11 +470,11 @@ def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
     """Whether tests show that names like `Money` are classes: by an attribute that no value of Python's own has, a test
     of a type, or one operator on two of them. MBPP has functions with such names, too."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    modules = {one.asname or one.name.partition(".")[0] for node in imports for one in node.names}
+    modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
     for node in nodes:
         whole = node.args[-1] if isinstance(node, ast.Call) and node.args else node
         inner = [] if isinstance(whole, ast.Module | ast.stmt) else list(ast.walk(whole))
-        used = [one.id for one in inner if isinstance(one, ast.Name) and one.id in names and one.id[0].isupper()]
+        used = [part.id for part in inner if isinstance(part, ast.Name) and part.id in names and part.id[0].isupper()]
         if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
             base = ast.unparse(node.value)
             is_shown = base != "self" and base.partition(".")[0] not in modules
@@ -493,7 +489,7 @@ def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
 
 def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:
     """Rows (number, tests, its columns) that cannot be scored, by whether their form is not read, and the reason."""
-    found: dict[tuple[bool, str], list[int]] = {}
+    faults: dict[tuple[bool, str], list[int]] = {}
     for number, tests, row in rows:
         is_unread = True
         try:
@@ -501,5 +497,5 @@ def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[
             if texts and isinstance(texts[0], str):
                 _analyse("\n".join(map(str, texts)), str(row.get("entry_point") or ""))
         except TestsError as error:
-            found.setdefault((is_unread, str(error)), []).append(number)
-    return found
+            faults.setdefault((is_unread, str(error)), []).append(number)
+    return faults

@@ -34,16 +34,8 @@ OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_fa
 DICTS = ["dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"]
 ARRAY = "numpy.ndarray"
 CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS, ARRAY)
-BASES = (
-    "int",
-    "float",
-    "complex",
-    "str",
-    "bytes",
-    "tuple",
-    "frozenset",
-    *CONTAINERS,
-)  # of which a mirror is a subclass
+# A mirror is a subclass of one of these.
+BASES = ("int", "float", "complex", "str", "bytes", "tuple", "frozenset", *CONTAINERS)
 SHARED = ("", "collections", "fractions", "decimal", "datetime", "pathlib")  # modules whose classes both ends have
 NAMES: dict[type, str] = {}
 
@@ -61,7 +53,7 @@ def resolve(name: str) -> Any:
     return getattr(__import__(module or "builtins", fromlist=[rest]), rest)
 
 
-def name_of(kind: type) -> str:
+def name_of_type(kind: type) -> str:
     """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
     if kind not in NAMES:
         NAMES[kind] = ""
@@ -73,14 +65,14 @@ def name_of(kind: type) -> str:
 
 def base_of(kind: type) -> Any:
     """The first builtin class with content of its own that a class inherits from: of BASES, or an exception."""
-    for one in kind.__mro__:
-        if name_of(one) in BASES or (one.__module__ == "builtins" and issubclass(one, BaseException)):
-            return one
+    for base in kind.__mro__:
+        if name_of_type(base) in BASES or (base.__module__ == "builtins" and issubclass(base, BaseException)):
+            return base
     return None
 
 
 def is_container(kind: type) -> bool:
-    return name_of(base_of(kind) or object) in CONTAINERS
+    return name_of_type(base_of(kind) or object) in CONTAINERS
 
 
 def array_of(kind: str, shape: Any, text: str) -> Any:
@@ -94,7 +86,7 @@ def parts_of(array: Any) -> list[Any]:
 
 
 def pairs_of(base: Any, value: Any) -> list[Any]:
-    if name_of(base) == "collections.OrderedDict":
+    if name_of_type(base) == "collections.OrderedDict":
         return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
     return list(dict.items(value))
 
@@ -102,25 +94,27 @@ def pairs_of(base: Any, value: Any) -> list[Any]:
 def items_of(value: Any) -> Any:
     """What a container holds, one after the other, without a call of the code's."""
     base = base_of(type(value))
-    if name_of(base) == ARRAY:
+    if name_of_type(base) == ARRAY:
         return value.tobytes()
-    return (
-        [one for pair in pairs_of(base, value) for one in pair] if issubclass(base, dict) else [*base.__iter__(value)]
-    )
+    if issubclass(base, dict):
+        return [item for pair in pairs_of(base, value) for item in pair]
+    return [*base.__iter__(value)]
 
 
 def fill(value: Any, items: list[Any]) -> None:
     """Give a container other content, whatever its subclass makes of its methods."""
     base = base_of(type(value))
-    if name_of(base) == ARRAY:
+    if name_of_type(base) == ARRAY:
         value[...] = array_of(*items)
         return
     base.clear(value)
     if issubclass(base, dict):
         for key, item in items:
             base.__setitem__(value, key, item)
+    elif base is set:
+        base.update(value, items)
     else:
-        (base.update if base is set else base.extend)(value, items)
+        base.extend(value, items)
 
 
 class Link:
@@ -147,16 +141,16 @@ class Link:
 
     def content(self, value: Any) -> list[Any]:
         base = base_of(type(value))
-        if name_of(base) == ARRAY:
+        if name_of_type(base) == ARRAY:
             return parts_of(value)
         if issubclass(base, dict):
             return [[self.encode(key), self.encode(item)] for key, item in pairs_of(base, value)]
-        return [self.encode(one) for one in list(base.__iter__(value))]
+        return [self.encode(item) for item in list(base.__iter__(value))]
 
     def contained(self, value: Any) -> list[Any]:
         """What makes an equal container: a longest length or a factory, and the content."""
         base = base_of(type(value))
-        option: Any = OPTIONS.get(name_of(base))
+        option: Any = OPTIONS.get(name_of_type(base))
         return [self.encode(getattr(base, option).__get__(value)) if option else None, self.content(value)]
 
     def encode(self, value: Any) -> Any:
@@ -167,9 +161,9 @@ class Link:
             return value if value.bit_length() < 10_000 else {"int": hex(value)}
         if (number := self.numbers.get(id(value))) is not None:
             return {"same": number}
-        name = name_of(kind)
+        name = name_of_type(kind)
         if name in MADE_OF:
-            return {name: [self.encode(one) for one in MADE_OF[name](value)]}
+            return {name: [self.encode(part) for part in MADE_OF[name](value)]}
         if name in CONTAINERS:
             return {name: [self.add(value), *self.contained(value)]}
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
@@ -183,23 +177,23 @@ class Link:
     def decode(self, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        [(name, given)] = data.items()
+        [(name, payload)] = data.items()
         if name == "same":
-            return self.known(given)
+            return self.known(payload)
         if name == "int":
-            return int(given, 16)
+            return int(payload, 16)
         if name == "bytes":
-            return given[0].encode("latin-1")
+            return payload[0].encode("latin-1")
         if name in MADE_OF:
-            parts = [self.decode(one) for one in given]
+            parts = [self.decode(part) for part in payload]
             return resolve(name)(parts) if name in ("tuple", "frozenset") else resolve(name)(*parts)
         if name in CONTAINERS:
-            return self.contain(resolve(name), *given)
+            return self.contain(resolve(name), *payload)
         if name == "numpy":
-            return array_of(*given)[()]
+            return array_of(*payload)[()]
         if name == "error":
-            return self.raised(*map(self.decode, given))
-        return self.decode_other(name, given)
+            return self.raised(*map(self.decode, payload))
+        return self.decode_other(name, payload)
 
     def raised(self, name: str, *args: Any) -> BaseException:
         """An exception of the standard library's."""
@@ -215,15 +209,15 @@ class Link:
 
     def contain(self, kind: Any, number: int, option: Any, items: list[Any]) -> Any:
         base = base_of(kind)
-        value = array_of(*items) if name_of(base) == ARRAY else base.__new__(kind)
-        if name := OPTIONS.get(name_of(base)):
+        value = array_of(*items) if name_of_type(base) == ARRAY else base.__new__(kind)
+        if name := OPTIONS.get(name_of_type(base)):
             base.__init__(value, *([] if name == "default_factory" else [()]), self.decode(option))
         self.add(value, number)
         fill(value, self.decode_all(items))
         return value
 
     def decode_all(self, items: list[Any]) -> list[Any]:
-        return [tuple(map(self.decode, one)) if isinstance(one, list) else self.decode(one) for one in items]
+        return [tuple(map(self.decode, item)) if isinstance(item, list) else self.decode(item) for item in items]
 
     def known(self, number: int) -> Any:
         return self.objects[number]
@@ -249,21 +243,21 @@ class Link:
     def send(self, kind: str, *given: Any) -> None:
         known, changes, dropped = set(self.objects), [], []
         try:
-            encoded = [self.encode(one) for one in given]
+            encoded = [self.encode(value) for value in given]
         except BaseException as error:  # nothing crosses
             for number in self.objects.keys() - known:
                 self.forget(number)
             if isinstance(error, RecursionError):
                 raise Uncrossed("a value is nested too deep to cross") from None
             raise
-        for number in [one for one in known & self.seen.keys() if self.seen[one] is not None]:  # it is being decoded
+        for number in [number for number in known & self.seen.keys() if self.seen[number] is not None]:  # being decoded
             value = self.objects[number]
             items = items_of(value)
             if len(items) != len(self.seen[number]) or any(map(operator.is_not, items, self.seen[number])):
                 changes.append([number, self.content(value)])
                 self.seen[number] = items
             del value, items
-            is_plain = name_of(type(self.objects[number])) in CONTAINERS
+            is_plain = name_of_type(type(self.objects[number])) in CONTAINERS
             if is_plain and sys.getrefcount(self.objects[number]) <= self.unused:
                 dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
                 self.forget(number)
@@ -276,7 +270,7 @@ class Link:
 
     def receive(self) -> list[Any]:
         kind, given, changes, dropped, printed = json.loads(self.source.readline(LONGEST))
-        found = [self.decode(one) for one in given]
+        values = [self.decode(value) for value in given]
         for number, items in changes:
             fill(self.objects[number], self.decode_all(items))
             self.seen[number] = None
@@ -284,18 +278,18 @@ class Link:
         for number in dropped:
             self.forget(number)
         sys.stdout.write(printed)
-        return [kind, *found]
+        return [kind, *values]
 
     def ask(self, *request: Any) -> Any:
         """What the other end gives; raises what it raises. It may ask in return before it answers."""
         self.send("ask", *request)
         while True:
-            kind, *found = self.receive()
+            kind, *values = self.receive()
             if kind == "value":
-                return found[0]
+                return values[0]
             if kind == "raise":
-                raise found[0] from found[1]
-            self.answer(*found)
+                raise values[0] from values[1]
+            self.answer(*values)
 
     def answer(self, *request: Any) -> None:
         try:
@@ -331,19 +325,21 @@ class CodeEnd(Link):
     def encode_class(self, kind: type) -> Any:
         if (number := self.numbers.get(id(kind))) is not None:
             return {"same": number}
-        number, bases = self.add(kind), [one for one in kind.__bases__ if one is not object]
-        parents = [{"shared": name_of(one)} if base_of(one) is one else self.encode_class(one) for one in bases]
+        number, bases = self.add(kind), [base for base in kind.__bases__ if base is not object]
+        parents = [
+            {"shared": name_of_type(base)} if base_of(base) is base else self.encode_class(base) for base in bases
+        ]
         members = [name for name, value in vars(kind).items() if value is not None]
         return {"class": [number, kind.__module__, kind.__qualname__, parents, members]}
 
     def encode_other(self, value: Any) -> Any:
         if isinstance(value, type):
-            name = name_of(value)
+            name = name_of_type(value)
             return {"shared": name} if name and name.rpartition(".")[0] in SHARED else self.encode_class(value)
         base, made = base_of(type(value)), None
         kind, number = self.encode_class(type(value)), self.add(value)
         if base is not None and issubclass(base, BaseException):
-            made = [self.encode(one) for one in value.args]
+            made = [self.encode(argument) for argument in value.args]
         elif is_container(type(value)):
             made = self.contained(value)
         elif base is not None:

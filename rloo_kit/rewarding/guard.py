@@ -7,7 +7,6 @@ process imports this module, so no torch here.
 import asyncio
 import functools
 import inspect
-import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -42,8 +41,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     """`reward` wrapped in a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
     A guarded reward is called with the arguments that its signature accepts. An object with
-    `get_rewards(prompts, completions)` is wrapped as a reward. TRL inspects whether a reward is async, so an async
-    reward gets an async guard.
+    `get_rewards(prompts, completions)` is wrapped as a reward.
 
     Args:
         columns: the dataset's columns, with `thinking_forced` if the run has a thinking budget; None: not known.
@@ -55,9 +53,8 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     if isinstance(reward, GuardedReward):
         guarded = reward
     elif hasattr(reward, "get_rewards"):
-        wrapped = RewardsObject(reward)
-        guarded = GuardedAsyncReward(wrapped) if is_async(reward.get_rewards) else GuardedReward(wrapped)
-    elif isinstance(reward, str) or all(callable(getattr(reward, one, None)) for one in OF_MODULES):
+        guarded = GuardedReward(RewardsObject(reward), is_async=is_async(reward.get_rewards))
+    elif isinstance(reward, str) or all(callable(getattr(reward, name, None)) for name in OF_MODULES):
         return reward
     elif not callable(reward):
         raise RewardError(
@@ -67,7 +64,7 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     else:
         if inspect.isroutine(reward):
             refuse_judges_name(reward.__name__)
-        guarded = GuardedAsyncReward(reward) if is_async(reward) else GuardedReward(reward)
+        guarded = GuardedReward(reward, is_async=is_async(reward))
     check_signature(guarded.__name__, guarded.signature, columns)
     return guarded
 
@@ -75,8 +72,8 @@ def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
 def check_no_class(reward: Any, name: str | None = None) -> None:
     """Raise RewardError for a class instead of an instance; calling it would create an object, not rewards."""
     if isinstance(reward, type):
-        found = f"{name or reward.__name__} is a class; a reward is a function or an object"
-        raise RewardError(f"{found}: {reward.__name__}(...)")
+        problem = f"{name or reward.__name__} is a class; a reward is a function or an object"
+        raise RewardError(f"{problem}: {reward.__name__}(...)")
 
 
 def refuse_judges_name(name: str) -> None:
@@ -136,14 +133,14 @@ class RewardsObject:
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
         self.__name__ = reward_name(scorer)
-        found = read_signature(scorer.get_rewards)
-        self.by_name = not found.by_position and any(name in CONVENTION[1:] for name in found.names)
+        signature = read_signature(scorer.get_rewards)
+        self.by_name = not signature.by_position and any(name in CONVENTION[1:] for name in signature.names)
         if not self.by_name and not takes_two(scorer.get_rewards):
             raise RewardError(
-                f"reward '{self.__name__}' cannot be called: its get_rewards takes {', '.join(found.names)}; it must "
-                "be get_rewards(prompts, completions)"
+                f"reward '{self.__name__}' cannot be called: its get_rewards takes {', '.join(signature.names)}; it "
+                "must be get_rewards(prompts, completions)"
             )
-        self.signature = replace(found, anything=False) if self.by_name else Signature(required=CONVENTION[:2])
+        self.signature = replace(signature, anything=False) if self.by_name else Signature(required=CONVENTION[:2])
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         batch = read_call(args, columns)
@@ -204,39 +201,40 @@ class GuardedReward:
 
     Attributes:
         signature: what the reward accepts; it gets nothing else.
+        is_async: the reward is awaited, in the loop of the async rewards.
         weight: factor of this reward in the sum.
-        report: called with the first failure of a call in TRL's convention.
         form: of text and messages, "given" or "other" (than passed); None until the reward has scored a sample.
     """
 
-    def __init__(self, reward: Callable[..., Any]) -> None:
-        self.reward = reward
+    def __init__(self, reward: Callable[..., Any], is_async: bool = False) -> None:
+        self.reward, self.is_async = reward, is_async
         self.__name__ = reward_name(reward)
         self.signature = read_signature(reward)
         self.weight: float = getattr(reward, "weight", 1.0)
-        self.report: Callable[[str], Any] = lambda message: None
         self.form: str | None = None
 
     def __repr__(self) -> str:
         return f"guard({self.reward!r})"
 
-    def __call__(self, *args: Any, **columns: Any) -> Any:
-        """The values in TRL's convention, infinity for a sample that the reward failed on."""
-        return self._pass_on(self.score(*args, **columns))
+    def __call__(self, *args: Any, **columns: Any) -> list[float | None]:
+        """The values in TRL's convention; None also for a sample that the reward failed on."""
+        return self.score(**read_call(args, columns)).values
 
-    def score(self, *args: Any, **columns: Any) -> Scored:
-        """Call the reward, in TRL's convention; of a failed batch each sample alone."""
-        scoring = self._score(read_call(args, columns))
+    def score(self, **batch: Any) -> Scored:
+        """Call the reward with a batch's columns; after a failure each sample alone. Waits for an async reward."""
+        return self.begin(batch).result()
+
+    def begin(self, batch: dict[str, Any]) -> "Future[Scored]":
+        """`score`, without waiting for an async reward."""
+        scoring = self._score(batch)
+        if self.is_async:
+            return _submit(scoring)
+        done: Future[Scored] = Future()
         try:
             scoring.send(None)  # a function that is not async never suspends it
-        except StopIteration as done:
-            return done.value
-        raise AssertionError("unreachable")
-
-    def _pass_on(self, scored: Scored) -> list[float | None]:
-        for message in scored.failures[:1]:
-            self.report(message)
-        return [math.inf if failed else value for value, failed in zip(scored.values, scored.failed, strict=True)]
+        except StopIteration as stop:
+            done.set_result(stop.value)
+        return done
 
     async def _score(self, batch: dict[str, Any]) -> Scored:
         """The reward of the rows that name it, or name none; None for the others."""
@@ -285,9 +283,9 @@ class GuardedReward:
             if problem := find_problem(self.signature, batch):  # the columns may not have been known before
                 raise WholeBatchError(problem)
             result = self.reward(**{name: _copy(value) for name, value in self.signature.select(batch).items()})
-            return await result if isinstance(self, GuardedAsyncReward) else result
+            return await result if self.is_async else result
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # what it awaited may have been cancelled
-            if isinstance(self, GuardedAsyncReward) and (task := asyncio.current_task()) and task.cancelling():
+            if self.is_async and (task := asyncio.current_task()) and task.cancelling():
                 raise  # it was this call
             return error if isinstance(error, Exception) else RewardError(describe_error(error))
 
@@ -303,16 +301,6 @@ class GuardedReward:
             if problem
         ]
         return Scored([number for number, _ in read], [problem for _, problem in read], failures)
-
-
-class GuardedAsyncReward(GuardedReward):
-    """The guard of an async reward; async itself, so that TRL awaits it."""
-
-    async def __call__(self, *args: Any, **columns: Any) -> Any:
-        return self._pass_on(await asyncio.wrap_future(_submit(self._score(read_call(args, columns)))))
-
-    def score(self, *args: Any, **columns: Any) -> Scored:
-        return run_async(self._score(read_call(args, columns)))
 
 
 WRAPPERS = NamedReward | GuardedReward | RewardsObject | functools.partial
@@ -364,8 +352,8 @@ def _say_form(name: str, is_text: bool) -> None:
 
 def batch_size(batch: dict[str, Any]) -> int:
     """The number of completions in a call."""
-    given = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
-    return len(given)
+    first = next((batch[key] for key in ("completions", "completion_ids", "prompts") if batch.get(key) is not None), ())
+    return len(first)
 
 
 def _singles(batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -386,8 +374,8 @@ def _pick(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
 
 def _spread(values: Sequence[Any], rows: list[int], size: int) -> list[Any]:
     """The values of some rows as a list of all, None elsewhere."""
-    found = dict(zip(rows, values, strict=True))
-    return [found.get(i) for i in range(size)]
+    by_row = dict(zip(rows, values, strict=True))
+    return [by_row.get(i) for i in range(size)]
 
 
 def _copy(value: Any) -> Any:

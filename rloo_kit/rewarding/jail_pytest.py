@@ -24,11 +24,11 @@ class Raises:
 
 
 def raises(kinds: Any, *function: Any, match: str | None = None, **named: Any) -> Raises:
-    found = Raises(kinds, match)
+    context = Raises(kinds, match)
     if function:
-        with found:
+        with context:
             function[0](*function[1:], **named)
-    return found
+    return context
 
 
 class approx:
@@ -37,26 +37,26 @@ class approx:
         self.rel = rel if rel is not None else 1e-6 if abs is None else 0.0
         self.abs = abs if abs is not None else 1e-12 if rel is None else 0.0
 
-    def __eq__(self, found: Any) -> bool:
-        return self._is_near(found, self.expected)
+    def __eq__(self, actual: Any) -> bool:
+        return self._is_near(actual, self.expected)
 
-    def _is_near(self, found: Any, expected: Any) -> bool:
-        found, expected = (one.tolist() if hasattr(one, "tolist") else one for one in (found, expected))
+    def _is_near(self, actual: Any, expected: Any) -> bool:
+        actual, expected = (value.tolist() if hasattr(value, "tolist") else value for value in (actual, expected))
         if isinstance(expected, dict):
-            is_like = isinstance(found, dict) and found.keys() == expected.keys()
-            return is_like and all(self._is_near(found[key], expected[key]) for key in expected)
+            is_like = isinstance(actual, dict) and actual.keys() == expected.keys()
+            return is_like and all(self._is_near(actual[key], expected[key]) for key in expected)
         if isinstance(expected, list | tuple):
-            is_like = isinstance(found, list | tuple) and len(found) == len(expected)
-            return is_like and all(map(self._is_near, found, expected))
-        if found == expected or (self.nan_ok and found != found and expected != expected):
+            is_like = isinstance(actual, list | tuple) and len(actual) == len(expected)
+            return is_like and all(map(self._is_near, actual, expected))
+        if actual == expected or (self.nan_ok and actual != actual and expected != expected):
             return True
         most = max(self.abs, self.rel * builtins.abs(expected))
-        return most != float("inf") and bool(builtins.abs(found - expected) <= most)
+        return most != float("inf") and bool(builtins.abs(actual - expected) <= most)
 
 
 class _Mark:
     def parametrize(self, names: Any, values: Any, **_: Any) -> Any:
-        titles = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
+        titles = [title.strip() for title in names.split(",")] if isinstance(names, str) else list(names)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **named: Any) -> None:

@@ -146,7 +146,7 @@ def run_plain(null: int, call_s: float, answer_s: float) -> None:
 
 def run_programs(null: int, call_s: float, answer_s: float) -> None:
     """Run a program once for each input, in a process of its own that knows no other input; write for each whether it
-    ended as it should, and the `digest` of what it printed."""
+    ended as it should, and the `digest_output` of what it printed."""
     text = read_block()
     for name in LOADED.split():
         if name.encode() in text:
@@ -163,7 +163,7 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         if not (pid := os.fork()):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             become(stdin, stdout)
-            sys.stdin, sys.stdout = (io.TextIOWrapper(one, "utf-8", "surrogateescape") for one in files(0, 1))
+            sys.stdin, sys.stdout = (io.TextIOWrapper(file, "utf-8", "surrogateescape") for file in files(0, 1))
             exec(code, vars(python_module("__main__")))
             return
         started, ended = time.monotonic(), 0
@@ -177,12 +177,13 @@ def run_programs(null: int, call_s: float, answer_s: float) -> None:
         answer_s -= waited if is_idle(used, waited) else used
         os.lseek(stdout, 0, os.SEEK_SET)
         with open(stdout, "rb") as output:
-            os.write(1, f"{status} {digest(output.read())}\n".encode())
+            os.write(1, f"{status} {digest_output(output.read())}\n".encode())
         os.close(stdin)
-        for path in os.listdir("/tmp") if os.path.isdir("/tmp") else ():  # bubblewrap before 0.7 gives none
-            shutil.rmtree(f"/tmp/{path}", ignore_errors=True)
-            with suppress(OSError):
-                os.unlink(f"/tmp/{path}")
+        if os.path.isdir("/tmp"):  # bubblewrap before 0.7 gives none
+            for path in os.listdir("/tmp"):
+                shutil.rmtree(f"/tmp/{path}", ignore_errors=True)
+                with suppress(OSError):
+                    os.unlink(f"/tmp/{path}")
 
 
 def read_block() -> bytes:
@@ -195,7 +196,7 @@ def read_block() -> bytes:
     return text
 
 
-def digest(text: bytes) -> str:
+def digest_output(text: bytes) -> str:
     """Of what a program prints, without blanks at the ends of lines and empty lines at the end."""
     import hashlib
 
@@ -210,10 +211,10 @@ def probe(null: int, call_s: float, answer_s: float) -> None:
     lock()
     seen = [path for path in ("/etc/passwd", "/proc/self", "/sys/kernel", "/dev/null") if os.path.exists(path)]
     attempts: dict[str, Callable[[], Any]] = {"fork": os.fork, "socket": socket.socket, "mkdir": lambda: os.mkdir("/a")}
-    for what, attempt in attempts.items():
+    for name, attempt in attempts.items():
         with suppress(OSError):
             attempt()
-            seen.append(what)
+            seen.append(name)
     if seen:
         raise OSError(f"the jail allows {', '.join(seen)}")
 
@@ -226,8 +227,8 @@ def main() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would reserve more memory than there is
     limit(settings["memory_mb"], settings["cpu_s"])
     null, role = settings["null"], ROLES[settings["role"]]
-    for one in (signal.SIGIO, signal.SIGURG):  # which the code's process may send
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGIO, signal.SIGURG):  # which the code's process may send
+        signal.signal(number, signal.SIG_IGN)
     if role is not probe:
         os.write(2, b"ready\n")
         os.dup2(null, 2)

@@ -30,7 +30,7 @@ from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printabl
 from rloo_kit.rewarding.guard import run_async
 from rloo_kit.rewarding.replies import (
     contains,
-    count_tokens,
+    count_billed,
     find_key,
     find_verdict,
     read_better,
@@ -38,7 +38,7 @@ from rloo_kit.rewarding.replies import (
     read_reply,
     read_score,
 )
-from rloo_kit.rewarding.verifiers import AnswerReader
+from rloo_kit.rewarding.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.console import chat_messages
 from rloo_kit.system.environment import is_exposed, is_loopback, is_sendable
@@ -141,14 +141,14 @@ class Judge:
             self.source_digests = {f"template {Path(self.template).name}": digest_texts([self._template])}
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
         self.counts, self._gives_up, self._base = defaultdict[str, float](float), False, self.url
-        known = ["answer", "low", "high"] if self.mode == "score" else ["answers"]
+        fields = ["answer", "low", "high"] if self.mode == "score" else ["answers"]
         try:
             named = meta.find_undeclared_variables(_TEMPLATES.parse(self._template)) - _TEMPLATES.globals.keys()
         except TemplateError as error:
             raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
-        if known[0] not in named or named - {"task", "rubric", "row", *known}:
-            found = f"template is {self.template} and names {', '.join(sorted(named))}; it has to name {known[0]}"
-            raise ValueError(f"{found}, and may name task, rubric, row, {', '.join(known)}")
+        if fields[0] not in named or named - {"task", "rubric", "row", *fields}:
+            problem = f"template is {self.template} and names {', '.join(sorted(named))}; it has to name {fields[0]}"
+            raise ValueError(f"{problem}, and may name task, rubric, row, {', '.join(fields)}")
 
     @cached_property
     def _template(self) -> str:
@@ -161,8 +161,8 @@ class Judge:
     @cached_property
     def identity(self) -> str:
         """A digest of what its verdicts depend on: a budget, a cached verdict and a win rate are of one identity."""
-        known = [self.url, self.model, self.mode, self.rubric, self._template, self.options, self.scale]
-        return digest_texts([json.dumps(known, sort_keys=True, default=str)])
+        settings = [self.url, self.model, self.mode, self.rubric, self._template, self.options, self.scale]
+        return digest_texts([json.dumps(settings, sort_keys=True, default=str)])
 
     @cached_property
     def _compiled(self) -> tuple[Any, Any, Any]:
@@ -175,7 +175,7 @@ class Judge:
         """The request. In the answers, tags of the template and the verdict's key are made harmless: none closes its
         own place, or has a verdict that a judge could quote."""
         template, tag, key = self._compiled
-        shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", one)) for one in answers]}
+        shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", answer)) for answer in answers]}
         if self.mode == "score":
             shown = {"answer": shown["answers"][0], "low": self.scale[0], "high": self.scale[1]}
         return str(template.render(rubric=self.rubric, task=task, row=row, **shown))
@@ -202,9 +202,9 @@ class Judge:
             try:
                 client = httpx.AsyncClient(timeout=timeout, **self._options)
             except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-                found = f"the environment's proxy or certificates cannot be used ({describe_error(error)})"
+                problem = f"the environment's proxy or certificates cannot be used ({describe_error(error)})"
                 fix = "pip install 'httpx[socks]', or correct ALL_PROXY, HTTP_PROXY, NO_PROXY, SSL_CERT_FILE"
-                raise RewardError(f"{found}: {fix}") from None
+                raise RewardError(f"{problem}: {fix}") from None
             self._held = loop, client, asyncio.Semaphore(self.concurrency), dict[str, Any]()
         return self._held[1:]
 
@@ -227,11 +227,11 @@ class Judge:
         """One row a call; `reply` has the verdict, or is empty if there was none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path, options = self.folder / CACHE, {"timeout": LONGEST_PAUSE_S, "isolation_level": None}
-        found = sqlite3.connect(path, check_same_thread=False, **options)  # type: ignore[call-overload]
-        found.execute("PRAGMA synchronous = OFF")  # a killed process loses nothing, a power cut may
-        found.execute("CREATE TABLE IF NOT EXISTS calls (run TEXT, request TEXT, reply TEXT, tokens INTEGER)")
-        found.execute("CREATE INDEX IF NOT EXISTS by_request ON calls (request)")
-        return found
+        connection = sqlite3.connect(path, check_same_thread=False, **options)  # type: ignore[call-overload]
+        connection.execute("PRAGMA synchronous = OFF")  # a killed process loses nothing, a power cut may
+        connection.execute("CREATE TABLE IF NOT EXISTS calls (run TEXT, request TEXT, reply TEXT, tokens INTEGER)")
+        connection.execute("CREATE INDEX IF NOT EXISTS by_request ON calls (request)")
+        return connection
 
     def find_fault(self, row: dict[str, Any] | None = None, task: str = "Say hello.") -> str:
         """Why the judge cannot be used, in words; "" if it can. Asks it once, for a verdict on made-up answers to
@@ -249,14 +249,14 @@ class Judge:
 
     def _explain(self, error: Exception) -> str:
         """What else may be the cause: a model that is not served, a proxy."""
-        host, found = urlsplit(self.url).hostname or "", ""
+        host, hint = urlsplit(self.url).hostname or "", ""
         with suppress(Exception):
             served = httpx.get(f"{self._base}/models", timeout=CONNECT_TIMEOUT_S, **self._options).json()["data"]
-            names = [str(one["id"]) for one in served]
+            names = [str(entry["id"]) for entry in served]
             if REFUSES in str(error) and self.model not in names:
-                found = f"; {self.url} serves {', '.join(names)}, not {self.model}"
+                hint = f"; {self.url} serves {', '.join(names)}, not {self.model}"
         is_proxied = urlsplit(self.url).scheme in getproxies() and not is_loopback(self.url) and not proxy_bypass(host)
-        return found + (f"; a proxy stands between (HTTP_PROXY): NO_PROXY={host} leaves it out" if is_proxied else "")
+        return hint + (f"; a proxy stands between (HTTP_PROXY): NO_PROXY={host} leaves it out" if is_proxied else "")
 
     async def ask(self, text: str, answers: Sequence[str], *, is_check: bool = False) -> Any:
         """The verdict of the judge on `answers` that `text` shows, see `_read`. Equal requests are one call.
@@ -269,23 +269,23 @@ class Judge:
         """
         request = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0}
         request = {name: value for name, value in (request | self.options).items() if value is not None}
-        known = hashlib.sha256(json.dumps([self.identity, self._key, request], sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([self.identity, self._key, request], sort_keys=True).encode()).hexdigest()
         asked = self._of_loop()[2]
-        if known in asked:
+        if digest in asked:
             self.counts["cached"] += 1
         else:
-            asked[known] = asyncio.ensure_future(self._ask(request, known, answers, is_check))
-            asked[known].add_done_callback(lambda _: asked.pop(known))
-        return await asyncio.shield(asked[known])
+            asked[digest] = asyncio.ensure_future(self._ask(request, digest, answers, is_check))
+            asked[digest].add_done_callback(lambda _: asked.pop(digest))
+        return await asyncio.shield(asked[digest])
 
-    async def _ask(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
+    async def _ask(self, request: dict[str, Any], digest: str, answers: Sequence[str], is_check: bool) -> Any:
         try:
             async with self._of_loop()[1]:
                 query = "SELECT reply FROM calls WHERE request = ? AND reply != ''"
-                if not is_check and (found := self._calls.execute(query, (known,)).fetchone()):
+                if not is_check and (cached := self._calls.execute(query, (digest,)).fetchone()):
                     self.counts["cached"] += 1
-                    return self._read(json.loads(found[0]), len(answers))
-                return await self._try(request, known, answers, is_check)
+                    return self._read(json.loads(cached[0]), len(answers))
+                return await self._try(request, digest, answers, is_check)
         except (RewardError, sqlite3.Error) as error:
             self.counts["failed"] += 1
             if isinstance(error, RewardError):
@@ -293,12 +293,12 @@ class Judge:
             fix = "another process holds it" if "locked" in str(error) else "delete it, or make room on its disk"
             raise RewardError(f"{self.folder / CACHE} cannot be used ({error}): {fix}") from None
 
-    async def _try(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
+    async def _try(self, request: dict[str, Any], digest: str, answers: Sequence[str], is_check: bool) -> Any:
         unread, is_busy, problem = False, False, ""
         for tries in range(RETRIES + 1):
             pause_s, is_over = FIRST_PAUSE_S * 2.0**tries * _JITTER.uniform(0.8, 1.2), is_check or self._gives_up
             try:
-                return await self._call(request, known, answers, is_check)
+                return await self._call(request, digest, answers, is_check)
             except TimeoutError:  # also of a server that sends a byte now and then
                 problem = f"no whole reply in {self.request_timeout_s:g} s (request_timeout_s)"
             except httpx.HTTPStatusError as error:
@@ -317,7 +317,7 @@ class Judge:
         self._gives_up |= pause_s > 0 and not is_busy  # it is down: the rest of this batch is asked once
         raise RewardError(f"no verdict from {self.model} at {self.url}: {problem}")
 
-    async def _call(self, request: dict[str, Any], known: str, answers: Sequence[str], is_check: bool) -> Any:
+    async def _call(self, request: dict[str, Any], digest: str, answers: Sequence[str], is_check: bool) -> Any:
         """One call; raises httpx.HTTPError, TimeoutError or ValueError if it may be repeated, else RewardError."""
         first = self.run
         with suppress(OSError), open(self.folder / self.run / "config.yaml", errors="replace") as config:
@@ -328,7 +328,7 @@ class Judge:
                 spent = self._calls.execute(f"SELECT sum({sum_of}) FROM calls WHERE run = ?", (spender,)).fetchone()
                 if (used := spent[0] or 0) >= limit:
                     raise RewardError(f"the judge's budget is used up: {used:,} {name}, and max_{name} is {limit:,}")
-        row = self._calls.execute("INSERT INTO calls VALUES (?, ?, '', 0)", (spender, known)).lastrowid
+        row = self._calls.execute("INSERT INTO calls VALUES (?, ?, '', 0)", (spender, digest)).lastrowid
         self.counts["calls"] += 1
         started = time.monotonic()
         try:
@@ -351,29 +351,29 @@ class Judge:
             choice = body["choices"][0]
             choice["message"].get, choice.get  # both are objects
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            found = f"no chat completion: {shown}"
-            raise httpx.HTTPStatusError(found, request=response.request, response=response) from None
-        tokens = count_tokens(body)
+            problem = f"no chat completion: {shown}"
+            raise httpx.HTTPStatusError(problem, request=response.request, response=response) from None
+        tokens = count_billed(body)
         self.counts["tokens"] += tokens
         self._calls.execute("UPDATE calls SET tokens = ? WHERE rowid = ?", (tokens, row))
         name, size = VERDICTS[self.mode], len(answers)
-        found = find_verdict(read_reply(choice, request), name)
-        verdict = self._read(found, size)
+        value = find_verdict(read_reply(choice, request), name)
+        verdict = self._read(value, size)
         is_high = self.mode == "score" and verdict > sum(self.scale) / 2
-        if is_high and contains(answers[0], name, verdict, lambda one: self._read(one, size)):
-            raise ValueError(f"{name} is {excerpt(found)}, which the answer contains: the judge may quote it")
-        self._calls.execute("UPDATE calls SET reply = ? WHERE rowid = ?", (json.dumps(found), row))
+        if is_high and contains(answers[0], name, verdict, lambda quoted: self._read(quoted, size)):
+            raise ValueError(f"{name} is {excerpt(value)}, which the answer contains: the judge may quote it")
+        self._calls.execute("UPDATE calls SET reply = ? WHERE rowid = ?", (json.dumps(value), row))
         return verdict
 
     async def _post(self, request: dict[str, Any]) -> httpx.Response:
         """The response; at first also from the address with /v1, if `url` has no version and is not found."""
-        client, found = self._of_loop()[0], (200, 404, 405)
+        client, statuses = self._of_loop()[0], (200, 404, 405)
         response = await client.post(f"{self._base}/chat/completions", json=request)
-        is_unknown = response.status_code in found and "choices" not in response.text
+        is_unknown = response.status_code in statuses and "choices" not in response.text
         if is_unknown and self._base == self.url and not self._has_version:
-            other = await client.post(f"{self.url}/v1/chat/completions", json=request)
-            if other.status_code not in found[1:]:
-                self._base, response = f"{self.url}/v1", other
+            versioned = await client.post(f"{self.url}/v1/chat/completions", json=request)
+            if versioned.status_code not in statuses[1:]:
+                self._base, response = f"{self.url}/v1", versioned
         return response
 
     def _read(self, value: Any, size: int) -> Any:
@@ -385,7 +385,7 @@ class Judge:
     async def compare(self, task: str, answers: Sequence[str], row: dict[str, Any]) -> tuple[float, bool]:
         """How much better the first of two answers is, the mean of both orders (each is 1.0, 0.0, or 0.5 for a tie),
         and whether they agree."""
-        asked = [self.ask(self._render(task, row, two), two) for two in (answers, answers[::-1])]
+        asked = [self.ask(self._render(task, row, pair), pair) for pair in (answers, answers[::-1])]
         first, second = await asyncio.gather(*asked)
         return (first + 1.0 - second) / 2, first == 1.0 - second
 
@@ -407,7 +407,7 @@ class JudgeReward(AnswerReader, Judge):
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}; it must be one of {', '.join(MODES)}")
-        numbers = [one for one in self.scale if isinstance(one, int | float)]
+        numbers = [number for number in self.scale if isinstance(number, int | float)]
         if len(self.scale) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ValueError(f"scale is {self.scale!r}; it takes the lowest and the highest score, such as [1, 10]")
         super().__post_init__()
@@ -427,8 +427,8 @@ class JudgeReward(AnswerReader, Judge):
     ) -> list[Any]:
         answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
         size, is_score = len(answers), self.mode == "score"
-        lists = {name: one for name, one in columns.items() if isinstance(one, list) and len(one) == size}
-        rows = [{"prompt": prompts[i], **{name: one[i] for name, one in lists.items()}} for i in range(size)]
+        lists = {name: values for name, values in columns.items() if isinstance(values, list) and len(values) == size}
+        rows = [{"prompt": prompts[i], **{name: values[i] for name, values in lists.items()}} for i in range(size)]
         same = groupby(range(size), key=lambda i: i if is_score else str(prompts[i]))
         groups = [list(members) for _, members in same]
         self._gives_up, self.counts = False, defaultdict(float)
@@ -443,9 +443,9 @@ class JudgeReward(AnswerReader, Judge):
                 failure = error if isinstance(error, RewardError) else RewardError(describe_error(error))
                 return [failure] * len(group), None
 
-        found = await asyncio.gather(*map(judged, groups))
-        self._log(log_metric, [agreement for _, agreement in found if agreement is not None])
-        return [reward for rewards, _ in found for reward in rewards]
+        outcomes = await asyncio.gather(*map(judged, groups))
+        self._log(log_metric, [agreement for _, agreement in outcomes if agreement is not None])
+        return [reward for rewards, _ in outcomes for reward in rewards]
 
     async def _score(self, task: str, answers: list[str], row: dict[str, Any]) -> tuple[list[float], None]:
         low, high = self.scale
@@ -466,33 +466,32 @@ class JudgeReward(AnswerReader, Judge):
                 ranking = await self.ask(self._render(task, row, order), order)
             best_first = [order[number - 1] for number in ranking]
             ends = accumulate(copies[answer] for answer in best_first)  # each takes as many places as it has copies
-            places.append({one: end - (copies[one] + 1) / 2 for one, end in zip(best_first, ends, strict=True)})
+            places.append({text: end - (copies[text] + 1) / 2 for text, end in zip(best_first, ends, strict=True)})
         first, second = places
         worst = 2 * (len(answers) - 1)
-        pairs = [(first[one] < first[two]) == (second[one] < second[two]) for one, two in combinations(shown, 2)]
+        pairs = [(first[a] < first[b]) == (second[a] < second[b]) for a, b in combinations(shown, 2)]
         ranks = [1.0 - (first[answer] + second[answer]) / worst if answer else 0.0 for answer in answers]
         return ranks, sum(pairs) / len(pairs) if pairs else None
 
     def _log(self, log_metric: Callable[[str, float], None], agreements: list[float]) -> None:
-        found: dict[str, float] = {
-            f"judge/{name}": self.counts[name] for name in ("calls", "tokens", "retries", "failed")
-        }
+        metrics = {f"judge/{name}": self.counts[name] for name in ("calls", "tokens", "retries", "failed")}
         if asked := self.counts["calls"] + self.counts["cached"]:
-            found["judge/cached_ratio"] = self.counts["cached"] / asked
+            metrics["judge/cached_ratio"] = self.counts["cached"] / asked
         if self.counts["calls"]:
-            found["judge/latency_s"] = self.counts["seconds"] / self.counts["calls"]
+            metrics["judge/latency_s"] = self.counts["seconds"] / self.counts["calls"]
         if agreements:
-            found["judge/agreement"] = sum(agreements) / len(agreements)
-        for name, value in found.items():
+            metrics["judge/agreement"] = sum(agreements) / len(agreements)
+        for name, value in metrics.items():
             log_metric(name, value)
 
 
 def task_text(prompt: Any, row: dict[str, Any]) -> str:
     """What the user asked, for a judge: a prompt's messages, of one that is rendered as ChatML without the system's; of
     another one the row's `user_message` or `question`, else the text itself."""
-    messages = chat_messages(prompt) if isinstance(prompt, str) else [(one["role"], one["content"]) for one in prompt]
     if isinstance(prompt, str):
-        messages = [one for one in messages if one[0] != "system"]
+        messages = [turn for turn in chat_messages(prompt) if turn[0] != "system"]
+    else:
+        messages = [(turn["role"], turn["content"]) for turn in prompt]
     texts = [str(text).strip() for _, text in messages]
     if len(texts) > 1:
         return "\n".join(f"{role}: {text}" for (role, _), text in zip(messages, texts, strict=True))

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import suppress
 
-from rloo_kit.rewarding.crossing import SHARED, Gone, Link, Uncrossed, base_of, is_container, name_of, resolve
+from rloo_kit.rewarding.crossing import SHARED, Gone, Link, Uncrossed, base_of, is_container, name_of_type, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -43,16 +43,19 @@ def special(name: str) -> Callable[..., Any]:
 def read_attribute(self: Any, name: str) -> Any:
     if name in OF_TESTS or name in SPECIAL or name in OF_ALL:
         return object.__getattribute__(self, name)
-    owner = next((one for one in type(self).__mro__[:-1] if name in vars(one)), None)
+    owner = next((kind for kind in type(self).__mro__[:-1] if name in vars(kind)), None)
     is_asked = owner is None or isinstance(owner, Mirror)
     return PEER[0].read(self, name) if is_asked else object.__getattribute__(self, name)
 
 
 def write_attribute(self: Any, name: str, value: Any) -> None:
-    object.__setattr__(self, name, value) if name in OF_TESTS else PEER[0].use("setattr", self, name, value)
+    if name in OF_TESTS:
+        object.__setattr__(self, name, value)
+    else:
+        PEER[0].use("setattr", self, name, value)
 
 
-SPECIAL = {f"__{one}__": special(f"__{one}__") for one in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
+SPECIAL = {f"__{name}__": special(f"__{name}__") for name in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
 SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, args, named)
 OF_ALL: dict[str, Any] = {
     "__getattribute__": read_attribute,
@@ -192,14 +195,14 @@ class TestsEnd(Link):
 
     def receive(self) -> list[Any]:
         try:
-            found = super().receive()
+            message = super().receive()
         except Exception as error:
             if not isinstance(error, Gone | json.JSONDecodeError):  # else the code's process is late, or has ended
                 self.uncrossed.append("a value of the code's cannot cross")
             self.stop()
-        if found[0] == "uncrossed":
-            self.refuse(found[1])
-        return found
+        if message[0] == "uncrossed":
+            self.refuse(message[1])
+        return message
 
     def answer(self, *request: Any) -> None:
         try:
@@ -223,13 +226,13 @@ class TestsEnd(Link):
     def read(self, value: Any, name: str) -> Any:
         if name.startswith("__array"):  # by which numpy would hand it the other value
             raise AttributeError(name)
-        found = self.use("getattr", value, name)
+        result = self.use("getattr", value, name)
         is_of_object = value is not self.solution and type(value) is not Mirror and id(value) not in self.trusted
-        if is_of_object and name in COMPARING.split() and is_mirrored(found):
+        if is_of_object and name in COMPARING.split() and is_mirrored(result):
             self.refuse(f"they give a value to {name} of an object that the code has made")
         if name == "__dataclass_fields__":
             self.refuse("they read __dataclass_fields__")
-        return found
+        return result
 
     def do_special(self, name: str, value: Any, given: tuple[Any, ...]) -> Any:
         if name == "__exit__":
@@ -238,18 +241,18 @@ class TestsEnd(Link):
         is_guarded = short in GUARDED
         if is_guarded and not is_trusted and not is_own(given[0]):
             return self.doubt(name, value, given[0])
-        found = self.ask("special", value, name, given)
-        if is_trusted and short in TRUSTED and is_mirrored(found):
-            self.trusted.add(id(found))
-        return found
+        result = self.ask("special", value, name, given)
+        if is_trusted and short in TRUSTED and is_mirrored(result):
+            self.trusted.add(id(result))
+        return result
 
     def doubt(self, name: str, value: Any, other: Any) -> Any:
         """What an operator of the code's gives with a plain value that it must not see: as if there were none, if it
         gives the same whatever it is given. Else only plain Python knows."""
-        found: list[Any] = []
+        results: list[Any] = []
         with suppress(Exception):
-            found = [self.ask("special", value, name, (decoy(other, sign),)) for sign in (1, -1)]
-        says = [one for one in found if one is not NotImplemented]
+            results = [self.ask("special", value, name, (decoy(other, sign),)) for sign in (1, -1)]
+        says = [result for result in results if result is not NotImplemented]
         if name in ("__eq__", "__contains__"):
             is_blind = any(says)
         elif name == "__ne__":
@@ -257,7 +260,7 @@ class TestsEnd(Link):
         else:
             is_blind = len(says) == 2 and says[0] == says[1] and not is_mirrored(says[0])
         self.has_blind |= is_blind
-        if is_blind or (found and not says):
+        if is_blind or (results and not says):
             return False if name == "__contains__" else NotImplemented
         self.refuse(f"they give a plain value to {name} of an object that the code has made")
 
@@ -272,26 +275,21 @@ class TestsEnd(Link):
             self.refuse(f"they hand the code {'the class' if isinstance(value, type) else 'an object of'} {title}")
         number, self.has_objects = self.add(value), True
         self.given.add(number)
-        return {
-            "function" if is_function else "iterator": [
-                number,
-                title.rpartition(".")[2],
-                getattr(value, "__doc__", None),
-            ]
-        }
+        kind = "function" if is_function else "iterator"
+        return {kind: [number, title.rpartition(".")[2], getattr(value, "__doc__", None)]}
 
     def decode_other(self, name: str, given: Any) -> Any:
         if name == "shared":
-            found = resolve(given) if given.rpartition(".")[0] in SHARED else None
-            if isinstance(found, type) or found in (NotImplemented, Ellipsis):
-                return found
+            shared = resolve(given) if given.rpartition(".")[0] in SHARED else None
+            if isinstance(shared, type) or shared in (NotImplemented, Ellipsis):
+                return shared
         if name == "class":
             return self.mirror(*given)
         number, kind, made = given
         kind = self.decode(kind)
         base = base_of(kind)
         self.has_objects |= kind.__module__ != "builtins"
-        if any(one in vars(mirror) for mirror in kind.__mro__ for one in ("cr_frame", "__await__", "__anext__")):
+        if any(method in vars(mirror) for mirror in kind.__mro__ for method in ("cr_frame", "__await__", "__anext__")):
             self.refuse("they run a coroutine of the code's")
         if is_container(kind):
             return self.contain(kind, number, *made)
@@ -305,12 +303,14 @@ class TestsEnd(Link):
         return value
 
     def mirror(self, number: int, module: str, title: str, bases: list[Any], members: list[str]) -> Any:
-        space: dict[str, Any] = {one: True for one in members if not one.startswith("__")}
-        space |= {one: SPECIAL[one] for one in members if one in SPECIAL} | OF_ALL
+        space: dict[str, Any] = {name: True for name in members if not name.startswith("__")}
+        space |= {name: SPECIAL[name] for name in members if name in SPECIAL} | OF_ALL
         space |= {"__module__": module, "__qualname__": title}
         parents = tuple(map(self.decode, bases)) or (object,)
         base: Any = next(filter(None, map(base_of, parents)), object)
-        if name_of(base) == "collections.Counter" and "__eq__" not in members:  # its own asks the child for each count
+        if (
+            name_of_type(base) == "collections.Counter" and "__eq__" not in members
+        ):  # its own asks the child for each count
             space["__eq__"] = lambda self, other: base(dict(dict.items(self))) == other
         kind = type.__new__(Mirror, title.rpartition(".")[2], parents, space)
         self.add(kind, number)
@@ -333,8 +333,8 @@ def is_instance(value: Any, kind: Any, real: Any = isinstance) -> bool:
         return True
     kinds = kind if real(kind, tuple) else (kind,)
     mirrors = type(value).__mro__ if is_mirrored(value) else ()
-    names = {(one.__module__, one.__qualname__) for one in mirrors if one.__module__ not in ("builtins", *SHARED)}
-    return any((one.__module__, one.__qualname__) in names for one in kinds if real(one, type))
+    names = {(base.__module__, base.__qualname__) for base in mirrors if base.__module__ not in ("builtins", *SHARED)}
+    return any((base.__module__, base.__qualname__) in names for base in kinds if real(base, type))
 
 
 def share_dataclasses() -> None:
@@ -377,9 +377,9 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
         for name in row["names"]:
             with suppress(AttributeError):
                 space[name] = solution if name == "solution" else getattr(solution, name)
-        if any("dataclasses" in one for one in row["statements"]):
+        if any("dataclasses" in statement for statement in row["statements"]):
             share_dataclasses()
-        peer.expects_stop = any("StopIteration" in one for one in row["statements"])
+        peer.expects_stop = any("StopIteration" in statement for statement in row["statements"])
         peer.tested = {space[name] for name in row["classes"] if type(space.get(name)) is Mirror}
         value = judge(space, row, lambda: peer.gone)
     if peer.has_objects and not peer.has_blind:

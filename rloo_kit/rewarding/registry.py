@@ -10,17 +10,19 @@ from rloo_kit import rewards
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import family_of
-from rloo_kit.data.tools import EnvironmentReward, open_toolbox
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
 from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.guard import NamedAsyncReward, NamedReward, is_async, log_names, refuse_judges_name
+from rloo_kit.rewarding.gym_score import ReasoningGymScore
 from rloo_kit.rewarding.judge import Judge, JudgeReward
+from rloo_kit.rewarding.math_answer import MathAnswerReward
+from rloo_kit.rewarding.scoring_model import RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
-from rloo_kit.rewarding.verifiers import MathAnswerReward, ReasoningGymScore, RewardModel
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.input_files import find_input, find_target
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
+from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
 
 REGISTRY: dict[str, Callable[..., Any]] = {
     "thinking_reward": rewards.ThinkingReward,
@@ -65,12 +67,12 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
     """`build_rewards` without the printed line."""
     toolbox = open_toolbox(run)
-    own = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
-    if not run.rewards and not own:
+    extra = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
+    if not run.rewards and not extra:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
-    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + own
+    made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + extra
     names = log_names([reward.__name__ for reward in made], made)
-    weights = [entry.weight for entry in run.rewards] + [1.0] * len(own)
+    weights = [entry.weight for entry in run.rewards] + [1.0] * len(extra)
     kinds = [NamedAsyncReward if is_async(reward) else NamedReward for reward in made]
     return [kind(*parts) for kind, *parts in zip(kinds, made, names, weights, strict=True)]
 
@@ -161,9 +163,9 @@ def _check_tag(key: str, entry: RewardSection, end_id: int | None, *, required: 
                 "a hybrid template, model.family: instruct for one that opens no thinking"
             )
     elif entry.params.get("think_end_id", end_id) != end_id:
-        found = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
+        problem = f"{key}.params.think_end_id is {entry.params['think_end_id']}"
         fix = "leave the parameter out, it is bound from the tokenizer"
-        raise TokenizerError(f"{found}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
+        raise TokenizerError(f"{problem}, but the tokenizer has {THINK_END} at {end_id}; {fix}")
 
 
 def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any) -> WorkerReward:

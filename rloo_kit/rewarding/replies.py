@@ -51,12 +51,12 @@ def _join(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def count_tokens(body: dict[str, Any]) -> int:
+def count_billed(body: dict[str, Any]) -> int:
     """The tokens that a call has cost by its `usage`; 0 if that is missing, or has no number."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     counts = [usage.get(f"{name}_tokens") for name in ("total", "prompt", "completion")]
-    total, *parts = (one if isinstance(one, int) and one > 0 else 0 for one in counts)
+    total, *parts = (count if isinstance(count, int) and count > 0 else 0 for count in counts)
     return total or sum(parts)
 
 
@@ -74,7 +74,7 @@ def find_verdict(reply: str, name: str) -> Any:
     text, before = reply, ""
     while text != before:
         before, text = text, _LAST.sub("", text[: len(text) - len(_AROUND.match(text[::-1])[0])])  # type: ignore[index]
-    text = _LAST_COMMA.sub(r"\1", _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text))
+    text = _LAST_COMMA.sub(r"\1", _ESCAPE.sub(lambda match: match[0] if match[1] else r"\\", text))
     for start in (opened.start() for opened in re.finditer(r"[{\[]", text)):
         try:
             value, end = _DECODER.raw_decode(text, start)
@@ -91,10 +91,10 @@ def find_verdict(reply: str, name: str) -> Any:
 
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, its names in lower case. One that has a name twice may contain a quotation that closed its text."""
-    found = {name.lower(): value for name, value in pairs}
-    if len(found) < len(pairs):
+    lowered = {name.lower(): value for name, value in pairs}
+    if len(lowered) < len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return lowered
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_int=float, object_pairs_hook=_as_dict)
@@ -111,15 +111,15 @@ def _value_of(name: str, value: Any, reply: str) -> Any:
 
 def find_key(name: str) -> "re.Pattern[str]":
     """Finds `name` as a key of JSON, also with escapes in it."""
-    letters = "".join(rf"(?:{one}|\\u00(?:{ord(one):02x}|{ord(one.upper()):02x}))" for one in name)
+    letters = "".join(rf"(?:{letter}|\\u00(?:{ord(letter):02x}|{ord(letter.upper()):02x}))" for letter in name)
     return re.compile(rf'"({letters})"(?=\s*:)', re.IGNORECASE)
 
 
 def contains(answer: str, name: str, verdict: Any, read: Callable[[Any], Any]) -> bool:
     """Whether an answer contains the verdict, written as JSON, or begins to write one, so that the judge may only quote
     it."""
-    for found in find_key(name).finditer(answer):
-        start = answer.index(":", found.end()) + 1
+    for match in find_key(name).finditer(answer):
+        start = answer.index(":", match.end()) + 1
         start += len(answer[start:]) - len(answer[start:].lstrip())
         try:
             if read(_DECODER.raw_decode(answer, start)[0]) == verdict:
@@ -140,10 +140,10 @@ def read_score(value: Any, low: float, high: float) -> float:
 
 def read_ranking(value: Any, size: int) -> list[int]:
     """The numbers of so many answers, the best first. Raises ValueError if one is missing."""
-    ranking = [_choice(one) for one in value] if isinstance(value, list) else []
-    if sorted(one or 0 for one in ranking) != [one + 1 for one in range(size)]:
+    ranking = [_choice(item) for item in value] if isinstance(value, list) else []
+    if sorted(number or 0 for number in ranking) != [number + 1 for number in range(size)]:
         raise ValueError(f"the ranking is {excerpt(value)}, and not each of 1 to {size} once")
-    return [int(one or 0) for one in ranking]
+    return [int(number or 0) for number in ranking]
 
 
 def read_better(value: Any) -> float:
@@ -156,8 +156,8 @@ def read_better(value: Any) -> float:
 
 def _as_number(value: Any, of: float) -> float | None:
     """A number, or a text that is one, alone or of `of`; else None."""
-    if isinstance(value, str) and (found := _NUMBER.fullmatch(value.strip())):
-        return float(found[1].replace(",", ".")) if found[2] is None or float(found[2]) == of else None
+    if isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
+        return float(match[1].replace(",", ".")) if match[2] is None or float(match[2]) == of else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -28,13 +28,13 @@ def read_result(result: Any, size: int) -> tuple[list[Any], str | None]:
     if inspect.iscoroutine(result):
         result.close()
         return [], f"it returned a coroutine; {wanted}. Write the reward itself as async def, then it is awaited"
-    found = f"it returned {type(result).__name__}; {wanted}"
+    problem = f"it returned {type(result).__name__}; {wanted}"
     if isinstance(result, (Mapping, Set)) or not hasattr(result, "__len__"):
-        return [], found
+        return [], problem
     try:
         values = list(result)
     except Exception:  # a tensor without dimensions, an object that cannot be iterated
-        return [], found
+        return [], problem
     if len(values) != size:
         return [], f"it returned {len(values)} rewards for {size} completions; it must return one per completion"
     return values, None
@@ -83,15 +83,15 @@ def _as_float(value: Any) -> float | None:
 def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
     """`values` in built-in types, because the run cannot load the classes of the reward's module: numbers become
     floats, anything else a short text."""
-    found: list[float | str | None] = []
+    sendable: list[float | str | None] = []
     for value in values:
         try:
-            found.append(_as_float(value))
+            sendable.append(_as_float(value))
         except OverflowError:
-            found.append(float("inf") if value > 0 else float("-inf"))
+            sendable.append(float("inf") if value > 0 else float("-inf"))
         except Exception:
-            found.append(printable(str(value), EXCERPT) if isinstance(value, str) else show(value))
-    return found
+            sendable.append(printable(str(value), EXCERPT) if isinstance(value, str) else show(value))
+    return sendable
 
 
 def overflowing(
@@ -173,7 +173,7 @@ def read_signature(reward: Any) -> Signature:
         return declared
     try:
         parameters = list(inspect.signature(reward, follow_wrapped=False).parameters.values())
-        if {one.kind for one in parameters} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        if {p.kind for p in parameters} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
             parameters = list(inspect.signature(reward).parameters.values())
     except (TypeError, ValueError):
         return Signature(anything=True)
@@ -261,5 +261,5 @@ def _describe_columns(further: list[str] | None) -> str:
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean '...'?` with the known name closest to `name`; empty if none is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean '{found[0]}'?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

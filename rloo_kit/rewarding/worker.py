@@ -36,15 +36,15 @@ def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     """Digests of users' rewards: of the file that defines one and the local modules that this imports; in a notebook or
     a script, of the function or class and what it uses there. Empty for the kit's own, which the configuration
     describes. Keywords of a partial count, attributes of an object do not: rewards count and cache in them."""
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     for reward in rewards:
         reward = unwrap(reward, NamedReward | GuardedReward)
         keywords = reward.keywords if isinstance(reward, functools.partial) else {}
-        plain = sorted((name, one) for name, one in keywords.items() if isinstance(one, str | int | float))
+        plain = sorted((name, value) for name, value in keywords.items() if isinstance(value, str | int | float))
         given = {f"reward {reward_name(reward)}, keywords": repr(plain)} if plain else {}
         for name, text in (_read_source(unwrap(reward, WRAPPERS)) | given).items():
-            found.setdefault(name, []).append(text)
-    return {name: digest_texts(texts) for name, texts in found.items()}
+            sources.setdefault(name, []).append(text)
+    return {name: digest_texts(texts) for name, texts in sources.items()}
 
 
 def _read_source(reward: Any) -> dict[str, str]:
@@ -72,14 +72,14 @@ def _read_main(made: Any) -> str:
     texts, todo = [], [made]
     for made in todo:  # which grows
         bases = made.__mro__ if inspect.isclass(made) else ()
-        methods = [getattr(one, "__func__", one) for base in bases for one in vars(base).values()]  # static ones too
-        for one in filter(inspect.isfunction, methods or [inspect.unwrap(made)]):
+        methods = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]  # also static
+        for function in filter(inspect.isfunction, methods or [inspect.unwrap(made)]):
             text = ""
             with suppress(OSError, TypeError):  # no source
-                text = inspect.getsource(one)
+                text = inspect.getsource(function)
             texts.append(text)
-            for name in sorted({*re.findall(r"\w+", text)} & one.__globals__.keys()):
-                used = one.__globals__[name]
+            for name in sorted({*re.findall(r"\w+", text)} & function.__globals__.keys()):
+                used = function.__globals__[name]
                 if name.isupper() and isinstance(used, str | int | float):
                     texts.append(f"{name} = {used!r}")
                 elif getattr(used, "__module__", None) != "__main__":
@@ -143,13 +143,13 @@ class WorkerReward:
             raise WholeBatchError(edited)
         try:
             doing, request = f"importing '{self.target}'", (load_reward, self.target, self.folders)
-            found = self.worker.call(*request, timeout_s=START_TIMEOUT_S, name=doing)
+            fields = self.worker.call(*request, timeout_s=START_TIMEOUT_S, name=doing)
         except LateError as error:
             raise WholeBatchError(f"{error}; import what takes long inside the function") from None
         except RewardError as error:
             self.worker.close()
             raise WholeBatchError(str(error)) from None
-        names: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in found.items()}
+        names: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in fields.items()}
         self._declared = Signature(**names)
         return self._declared
 
@@ -162,11 +162,11 @@ class WorkerReward:
     @property
     def signature(self) -> Signature:
         """What the function accepts in addition to `params`; starts the process, because only it imports the module."""
-        found = self._declared or self.load()
+        declared = self._declared or self.load()
         required, optional = (
-            tuple(name for name in names if name not in self.params) for names in (found.required, found.optional)
+            tuple(name for name in names if name not in self.params) for names in (declared.required, declared.optional)
         )
-        return replace(found, required=required, optional=optional, in_worker=True)
+        return replace(declared, required=required, optional=optional, in_worker=True)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
         """The function's rewards.

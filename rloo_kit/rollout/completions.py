@@ -1,180 +1,164 @@
-"""Completions as texts, for evaluation, the report and notebooks, sampled by the engine that the run trains with."""
+"""From prompts to completions: `complete`, the one way for training, evaluation, preflight and `ask`, and
+`generate_completions`, which calls it with the policy's own engine."""
 
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rloo_kit.completion import Completion, split_turns
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import build_engine
-from rloo_kit.rollout.episodes import Episode, ToolUse
-from rloo_kit.rollout.thinking_budget import close_ids_for
-from rloo_kit.rollout.types import FOREIGN, Engine, Limits, OnTokens, Progress, Span, split_turns
+from rloo_kit.rollout.choice import build_engine
+from rloo_kit.rollout.engine import Engine, OnTokens, Progress
+from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 
+# Samples a completion of each prompt's ids. Also TRL's hook, of which a subclass may return the ids alone.
+Sample = Callable[[list[list[int]], Episodes | None], Sequence[list[int]]]
 
-@dataclass(frozen=True)
-class Completion:
-    """One completion.
 
-    Attributes:
-        prompt_index: which of the prompts it answers.
-        ids: token ids, forced ones and the end token included.
-        text: the ids decoded without special tokens; the thinking tags stay.
-        ended: the model ended it itself; False if it was truncated.
-        thinking_tokens: tokens before the first `</think>` of each turn, without a forced sentence; None if the last
-            turn's is not closed.
-        forced: the thinking budget was spent, which closed the thinking.
-        context: spans of the tools' results. episode: with tools, what happened; the text is then the last turn's.
+def complete(
+    rows: Sequence[dict[str, Any]],
+    sample: Sample,
+    tokenizer: Any,
+    *,
+    end_ids: Collection[int],
+    think_end_id: int | None,
+    tools: ToolUse | None = None,
+    tokenize: Callable[[list[Any]], list[list[int]]] | None = None,
+) -> list[Completion]:
+    """A completion for each row of the dataset; neighbours with equal prompts are a group.
+
+    Args:
+        rows: dicts with a `prompt`: a text with the chat template applied, or messages, which `tokenize` renders.
+        sample: called once, with the prompts' ids and, with tools, what answers their turns.
+        tokenizer: decodes completions. end_ids: a completion with another last token was cut off.
+        think_end_id: of `</think>`; None if the tokenizer has none.
+        tools: what completions may call, from `make_tool_use`.
+        tokenize: from prompts to ids; None: the tokenizer.
+
+    Raises:
+        DataError: a prompt without tokens, or one that an environment's observation does not fit.
     """
-
-    prompt_index: int
-    ids: list[int]
-    text: str
-    ended: bool
-    thinking_tokens: int | None
-    forced: bool = False
-    context: list[Span] = field(default_factory=list)
-    episode: Episode | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether it contains `</think>`."""
-        return self.thinking_tokens is not None
+    episodes = None if tools is None else tools.begin(rows)
+    prompts = [row["prompt"] for row in rows] if episodes is None else episodes.prompts
+    prompt_ids = tokenizer(prompts)["input_ids"] if tokenize is None else tokenize(prompts)
+    if not all(prompt_ids):
+        raise DataError(f"prompt {prompt_ids.index([])} has no tokens; there is nothing to continue")
+    sampled = sample(prompt_ids, episodes)
+    rollout = sampled if isinstance(sampled, Rollout) else Rollout.of(sampled)
+    played = [None] * len(rows) if episodes is None else episodes.finish(rollout)
+    completions = []
+    for number, (row, prompt, ids, episode) in enumerate(zip(rows, prompts, rollout, played, strict=True)):
+        forced, context = rollout.forced[number], rollout.context[number]
+        turns = split_turns(ids, context)
+        text: Any = tokenizer.decode(turns[-1], skip_special_tokens=True)
+        if not isinstance(prompt, str):
+            text = [{"role": "assistant", "content": text}] if episode is None else episode.messages
+        completion = Completion(
+            ids=ids,
+            text=text,
+            ended=bool(ids) and ids[-1] in end_ids and (episode is None or episode.cut is None),
+            thinking_tokens=count_thinking(turns, think_end_id) - count_closing(ids, forced, think_end_id),
+            closed=think_end_id is not None and think_end_id in turns[-1],
+            forced=forced,
+            context=context,
+            logps=None if rollout.sampler_logps is None else rollout.sampler_logps[number],
+            episode=episode,
+            prompt_ids=prompt_ids[number],
+            prompt=prompt,
+            row=row,
+        )
+        completions.append(completion)
+    return completions
 
 
 def generate_completions(
     policy: Policy,
-    prompts: list[str],
+    prompts: Sequence[str | dict[str, Any]],
+    limits: Limits | int,
     *,
-    max_completion_length: int,
     num_samples: int = 1,
     temperature: float = 1.0,
     batch_size: int = 128,
     seed: int = 0,
-    thinking_budget: int | None = None,
-    answer_budget: int | None = None,
-    thinking_close: str = "tag",
-    limits: Limits | None = None,
     engine: str | RolloutSection | None = None,
+    tools: ToolUse | None = None,
     on_batch: Progress | None = None,
     on_tokens: OnTokens | None = None,
-    tools: ToolUse | None = None,
-    rows: Sequence[dict[str, Any]] | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
     Args:
-        policy: from `load_policy`. prompts: texts with the chat template applied (`data.train["prompt"]`).
-        max_completion_length: limit in tokens, at least 1. num_samples: completions of each prompt.
-        temperature: 0 is greedy decoding. batch_size: completions generated at once.
+        policy: from `load_policy`.
+        prompts: texts with the chat template applied (`data.train["prompt"]`), or rows of the dataset with a `prompt`.
+        limits: tokens of a completion at most; with a thinking budget from `make_limits` or `make_budget_limits`.
+        num_samples: completions of each prompt. temperature: 0 is greedy decoding.
+        batch_size: completions generated at once.
         seed: fixes the samples for a given batch size; the global random state is restored afterwards.
-        thinking_budget: tokens after which open thinking is closed; None for no budget.
-        answer_budget: with a thinking budget, limit in tokens after `</think>`; None for what the budget leaves of
-            `max_completion_length` (at least 1).
-        thinking_close: what closes open thinking: "tag" for `</think>` alone, "sentence" for the Qwen3 report's
-            sentence with `</think>`.
-        limits: as in training, from `make_limits`: in place of the budgets and `max_completion_length`.
         engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
+        tools: what completions may call, from `make_tool_use`.
         on_batch: called now and then with the number of completions done so far and in total.
         on_tokens: called with a completion's index in the result and its ids so far while it grows; see
             docs/rollout.md for how often each engine calls it.
-        tools: what completions may call, from `make_tool_use`. rows: of the dataset, one per prompt, for environments.
 
     Raises:
-        ConfigError: a value out of range, a budget for a model without `</think>`, more tokens than the model has
-            positions.
+        ConfigError: a value out of range, more tokens than the model has positions.
         DataError: a prompt without tokens.
     """
-    at_least_one = {"max_completion_length": max_completion_length, "num_samples": num_samples}
-    at_least_one |= {"batch_size": batch_size, "answer_budget": 1 if answer_budget is None else answer_budget}
-    for name, value in at_least_one.items():
+    limits = Limits(limits) if isinstance(limits, int) else limits
+    at_least_one = {"max_completion_length": limits.max_completion_length, "num_samples": num_samples}
+    for name, value in (at_least_one | {"batch_size": batch_size}).items():
         if value < 1:
             raise ConfigError(f"{name} is {value}; it has to be at least 1")
     if temperature < 0:
         raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
-    if limits is None and thinking_budget is not None:
-        # It may exceed the limit, which then counts only for what is left to answer.
-        if thinking_budget < 0:
-            raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
-        close_ids = close_ids_for(policy.tokenizer, policy.tags, thinking_close)
-        asked = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, policy.tags.end_id)
-        length = thinking_budget + len(close_ids) + asked.answer_limit
-        if tools is not None:  # the budgets are a turn's, and the limit is the episode's
-            length = max(length, max_completion_length)
-        limits = replace(asked, max_completion_length=length, answer_budget=asked.answer_limit)
-    limits = limits or Limits(max_completion_length)
-    if isinstance(engine, str):
-        settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
-        rollout = RolloutSection.model_validate(settings)
-    else:
-        rollout = engine or policy.rollout or RolloutSection()
-        if rollout.engine == "server" and is_distributed():  # it needs the adapter from all processes together, but
-            rollout = RolloutSection()  # each calls as often as it has prompts, and samples from its own copy
     if not prompts:
         return []
-    episodes, repeats = None, num_samples
-    if tools is not None:
-        pairs = zip(rows or [{}] * len(prompts), prompts, strict=True)
-        given = [dict(row) | {"prompt": prompt} for row, prompt in pairs for _ in range(num_samples)]
-        episodes, repeats = tools.begin(given), 1
-        prompts = episodes.prompts
-    prompt_ids = policy.tokenizer(list(prompts))["input_ids"]
-    _check_lengths(policy, prompt_ids, limits.max_completion_length)
-    prefixes = [ids for ids in prompt_ids for _ in range(repeats)]  # prompt-major
-    end_ids, end_id = find_end_ids(policy), policy.tags.end_id
+    rollout, end_ids = _choose_rollout(policy, engine), find_end_ids(policy)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with (
-        _sampler(policy, rollout, temperature, end_ids, batch_size) as sampler,
-        torch.random.fork_rng(devices=devices),
-    ):
-        torch.manual_seed(seed)
-        sampled = sampler.sample(prefixes, limits, on_progress=on_batch, on_tokens=on_tokens, dialogue=episodes)
-    finished = [None] * len(prefixes) if episodes is None else episodes.finish(sampled)
-    completions = []
-    for number, (ids, context, episode) in enumerate(
-        zip(sampled.completion_ids, sampled.context, finished, strict=True)
-    ):
-        turns = split_turns(ids, context)
-        is_closed, spans = end_id is not None and end_id in turns[-1], sampled.forced[number]
-        completions.append(
-            Completion(
-                prompt_index=number // num_samples,
-                ids=ids,
-                text=policy.tokenizer.decode(turns[-1], skip_special_tokens=True),
-                ended=bool(ids) and ids[-1] in end_ids and (episode is None or episode.cut is None),
-                thinking_tokens=count_thinking(turns, end_id) - count_closing(ids, spans, end_id)
-                if is_closed
-                else None,
-                forced=bool(spans),
-                context=context,
-                episode=episode,
-            )
-        )
-    return completions
+
+    def sample(prompt_ids: list[list[int]], episodes: Episodes | None) -> Rollout:
+        _check_lengths(policy, prompt_ids, limits.max_completion_length)
+        with (
+            _open_engine(policy, rollout, temperature, end_ids, batch_size) as opened,
+            torch.random.fork_rng(devices=devices),
+        ):
+            torch.manual_seed(seed)
+            return opened.sample(prompt_ids, limits, on_progress=on_batch, on_tokens=on_tokens, dialogue=episodes)
+
+    rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    return complete(
+        [row for row in rows for _ in range(num_samples)],
+        sample,
+        policy.tokenizer,
+        end_ids=end_ids,
+        think_end_id=policy.tags.end_id,
+        tools=tools,
+    )
 
 
-def measure_calls(calls: Sequence[tuple[str, str]], turns: Sequence[int]) -> dict[str, float]:
-    """Means of a run with tools: call_frequency and turns (per completion), failure_frequency and invalid_frequency
-    (shares of the calls). `calls`: of all episodes, as in `Episode`; `turns`: of each completion."""
-    kinds = [kind for _, kind in calls]
-    found = {"call_frequency": len(kinds) / len(turns), "turns": sum(turns) / len(turns)}
-    found["failure_frequency"] = kinds.count("failed") / max(1, len(kinds))
-    return found | {"invalid_frequency": kinds.count("invalid") / max(1, len(kinds))}
+def _choose_rollout(policy: Policy, engine: str | RolloutSection | None) -> RolloutSection:
+    if isinstance(engine, str):
+        settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
+        return RolloutSection.model_validate(settings)
+    rollout = engine or policy.rollout or RolloutSection()
+    # A server needs the adapter from all processes together; each calls as often as it has prompts, and samples itself.
+    return RolloutSection() if rollout.engine == "server" and is_distributed() else rollout
 
 
 @contextmanager
-def _sampler(
+def _open_engine(
     policy: Policy, rollout: RolloutSection, temperature: float, end_ids: list[int], rows: int
 ) -> Iterator[Engine]:
     """The engine for one call; a server unloads the adapter afterwards."""
@@ -230,8 +214,6 @@ def find_end_ids(policy: Policy) -> list[int]:
 
 def _check_lengths(policy: Policy, prompt_ids: list[list[int]], completion_length: int) -> None:
     longest = max(map(len, prompt_ids))
-    if not all(prompt_ids):
-        raise DataError(f"prompt {list(map(len, prompt_ids)).index(0)} has no tokens; there is nothing to continue")
     positions = getattr(policy.model.config, "max_position_embeddings", None)
     loaded = getattr(policy.model, "max_seq_length", None)  # Unsloth's tables end there: an error about shapes
     fixes = [

@@ -142,8 +142,8 @@ class ModuleDecoder:
         """Feed `tokens` (R,) at `positions` (R,) after the cache's `begin`; returns logits (R, V)."""
         mask = cache.mask  # 4-D: every attention of transformers uses it unchanged
         if self._float_mask:
-            kind = self.model.dtype
-            mask = torch.zeros(mask.shape, dtype=kind, device=self.device).masked_fill_(~mask, torch.finfo(kind).min)
+            dtype = self.model.dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)
         if self.groups_heads and cache.is_even:
             mask = mask[..., :0]  # with None the model would build its own
         with _grouped_heads(self.model) if self.groups_heads else nullcontext():
@@ -196,10 +196,10 @@ def attend_grouped(
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     rows, heads, _, size = query.shape
     grouped = query.reshape(rows, key.size(1), heads // key.size(1), size)
-    found = functional.scaled_dot_product_attention(
+    output = functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )  # (R, G, H / G, D)
-    return found.reshape(rows, 1, heads, -1), None
+    return output.reshape(rows, 1, heads, -1), None
 
 
 class _StepCache:

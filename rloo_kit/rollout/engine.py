@@ -1,156 +1,169 @@
-"""Which engine samples.
-
-Every engine samples from the policy's whole distribution (unless `Filters` truncate it), follows the same budget rules
-and returns the model's own ids.
-"""
+"""The class of all engines, what each is made with and called with, and what turns of a completion talk to."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from rloo_kit.errors import BackendError
-from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
-from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
-from rloo_kit.rollout.generate import GenerateEngine
-from rloo_kit.rollout.native import NativeEngine, walks_layers
-from rloo_kit.rollout.types import WHOLE, Engine, Filters, Sampling
+import torch
 
-if TYPE_CHECKING:
-    from rloo_kit.rollout.vllm_engines import ServerSettings
+from rloo_kit.gradient.packing import without_cudnn
+from rloo_kit.rollout.types import WHOLE, CompletionState, Filters, Limits, Rollout
 
-NATIVE_REASON = "no padding, and rows that have ended are dropped"
-USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
-ALIBI = ("bloom", "mpt")
-# Modules whose functions end up in transformers' `generate`. A class of transformers.models with its own does not.
-PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
-MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
+Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
+# Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list
+# belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
+OnTokens = Callable[[int, list[int]], None]
 
 
-_measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
+class Dialogue(Protocol):
+    """What completions of several turns talk to. Called in the thread that samples, or in a server engine's threads."""
+
+    def ask(self, number: int, turn: list[int], turns: int) -> "Future[Any] | None":
+        """The reply to a turn that has ended; None if the completion is over.
+
+        Args:
+            number: index of the prompt. turn: ids of the turn. turns: those before it.
+        """
+
+    def read(self, number: int, reply: "Future[Any]", room: int) -> list[int]:
+        """The ids between the turn and the next one, of which there are fewer than `room`; empty if the completion is
+        over. `reply`: from `ask`, arrived."""
 
 
-def prefer_engine(model: Any, name: str, reason: str) -> None:
-    """Let `rollout.engine: auto` take this engine for `model`, because it was measured to be the faster one."""
-    _measured[model] = name, reason
+@dataclass(frozen=True)
+class Sampling:
+    """What every engine is made with.
 
-
-def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
-    """The engine's name and the reason for it, for `rollout.engine` = `wanted`.
-
-    Args:
-        backend: "unsloth" or "transformers". model: the policy's.
-
-    Raises:
-        BackendError: an engine that cannot be used here.
-    """
-    is_unsloth = backend == "unsloth"
-    own = None if is_unsloth else _find_own_generate(model)  # Unsloth's is a patch itself
-    if wanted == "auto":
-        if own is None and find_vllm(model) is not None:
-            return "vllm", "the model was loaded with it"
-        why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
-        if own is not None:
-            return "generate", f"the model's own generate ({own}) is called"
-        obstacle = _native_obstacle(model, backend)
-        if not obstacle and model in _measured:
-            return _measured[model]
-        name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
-        return name, f"{reason}{why_not}"
-    if wanted == "native" and (why := _native_obstacle(model, backend)):
-        raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
-    if wanted == "vllm" and find_vllm(model) is None:
-        if problem := find_handover_problem(model):
-            raise BackendError(problem)
-        problem = find_vllm_problem()
-        if problem is None and is_unsloth:
-            problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
-        if problem:
-            raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
-    bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
-    return wanted, f"rollout.engine asks for it{bypassed}"
-
-
-def _find_own_generate(model: Any) -> str | None:
-    """The module of a `generate` that was patched, on the model or on a class, or that its class defines, which the
-    native loop would bypass; None if it is transformers' own."""
-    for part in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
-        found: Any = getattr(part, "generate", None)
-        while found is not None:  # a decorator may hide the function it wraps, or be the patch
-            module = getattr(found, "__globals__", {}).get("__name__") or type(found).__module__
-            if not any(module == name or module.startswith(f"{name}.") for name in PLAIN):
-                return str(module)
-            found = getattr(found, "__wrapped__", None)
-    return None
-
-
-def _native_obstacle(model: Any, backend: str) -> str | None:
-    """Why the native engine cannot sample from this model; None if it can."""
-    config = model.config.get_text_config()
-    if any(one.is_prompt_learning for one in getattr(model, "peft_config", {}).values()):
-        return "its adapter adds virtual tokens"
-    windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
-    if windows or find_other_layers(model):
-        return f"{config.model_type} has layers that do not attend to all tokens"
-    if model.config.is_encoder_decoder:
-        return f"{config.model_type} has an encoder"
-    if config.model_type in ALIBI or getattr(config, "alibi", False):
-        return f"{config.model_type} derives positions from its own mask"
-    if backend == "unsloth":  # which replaces the attention that a step through the modules would need
-        if not walks_layers(model, inference_mode_of(backend)):
-            return "Unsloth's fast inference runs inside generate, and the kit's decoder does not support this model"
-        return None
-    attention = model.config._attn_implementation
-    if attention not in MASKED_ATTENTION:
-        return f"its attention, {attention}, does not take a mask for each row's own length"
-    return None
-
-
-def build_engine(
-    model: Any,
-    engine: str = "auto",
-    *,
-    backend: str = "transformers",
-    temperature: float,
-    end_ids: Sequence[int],
-    pad_id: int,
-    rows: int | None = None,
-    server: "ServerSettings | None" = None,
-    vllm: VllmSettings | None = None,
-    filters: Filters = WHOLE,
-    say: Callable[[str], None] = print,
-) -> Engine:
-    """The engine that samples from `model`; raises as `resolve_engine` does.
-
-    Args:
-        model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
-        engine: `rollout.engine`: auto, native, generate, vllm or server.
-        backend: "unsloth" or "transformers", whichever loaded the model.
-        temperature: 0 is greedy decoding.
-        end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
-        rows: completions at once, at most; None for all.
-        server: where the engine "server" samples, and how it gets the adapter.
-        vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
-        filters: truncate the sampled distribution.
+    Attributes:
+        temperature: 0 is greedy decoding. end_ids: ids that end a completion.
+        rows: completions at once, at most; None for all. filters: truncate the sampled distribution.
         say: gets one line when rows are halved because memory ran out.
     """
-    sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
-    name, reason = resolve_engine(engine, backend, model)
-    mode = partial(inference_mode_of(backend), model)
-    if name == "native":
-        return NativeEngine(model, mode, reason, sampling)
-    if name == "generate":
-        return GenerateEngine(model, mode, reason, sampling, pad_id)
-    if name == "vllm":
-        from rloo_kit.rollout.vllm_engines import VllmEngine
 
-        if (started := find_vllm(model)) is None:
-            positions = model.config.get_text_config().max_position_embeddings
-            started = start_vllm(model, vllm or VllmSettings(min(USUAL_TOKENS, positions)))
-        return VllmEngine(model, started, sampling)
-    if server is None:
-        raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
-    from rloo_kit.rollout.vllm_engines import ServerEngine  # loads an HTTP client
+    temperature: float
+    end_ids: tuple[int, ...]
+    rows: int | None = None
+    filters: Filters = WHOLE
+    say: Callable[[str], None] = print
 
-    return ServerEngine(server, reason, sampling)
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `Engine.sample`, with a state for each prompt, and the unfinished ones in the order
+    in which they start."""
+
+    limits: Limits
+    states: list[CompletionState]
+    order: list[int]
+    expected_lengths: Sequence[float] | None
+    on_progress: Progress | None
+    on_tokens: OnTokens | None
+    dialogue: Dialogue | None = None
+    away: "dict[Future[Any], CompletionState]" = field(default_factory=dict)  # those that wait for a reply
+
+    def send_away(self, state: CompletionState) -> bool:
+        """Ask for the reply to a turn that has ended; False if the completion is over."""
+        reply = self._ask(state)
+        if reply is not None:
+            self.away[reply] = state
+        return reply is not None
+
+    def come_back(self, wait_s: float | None = 0.0) -> list[CompletionState]:
+        """Completions whose reply has arrived, ready for their next turn; those that it ends are not among them.
+        `wait_s`: for the first reply, None as long as it takes."""
+        if not self.away:
+            return []
+        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda one: self.away[one].number)
+        return [state for reply in done if self._resume(state := self.away.pop(reply), reply)]
+
+    def ask_and_wait(self, state: CompletionState) -> bool:
+        """`send_away` and `come_back` of one completion, in a thread of its own; False if it is over."""
+        reply = self._ask(state)
+        return reply is not None and self._resume(state, reply)
+
+    def _ask(self, state: CompletionState) -> "Future[Any] | None":
+        if self.dialogue is None or not (state.finished and state.ended):
+            return None
+        return self.dialogue.ask(state.number, state.turn_ids, state.turns)
+
+    def _resume(self, state: CompletionState, reply: "Future[Any]") -> bool:
+        assert self.dialogue is not None
+        context = self.dialogue.read(state.number, reply, state.room)
+        if context:
+            state.resume(context)
+        return bool(context)
+
+    def report(self, done: int) -> None:
+        """Call `on_progress` with the number of completions done."""
+        if self.on_progress is not None:
+            self.on_progress(done, len(self.states))
+
+
+class Engine:
+    """Samples completions of prompts; `choice.build_engine` chooses one.
+
+    Attributes:
+        name: native, generate, vllm or server. reason: why that one, in one readable line.
+        rows: completions at once; None for all of a call. Halved for good when the device runs out of memory.
+        token_steps: decoding steps so far, each of all rows at once; 0 if the engine does not see them.
+    """
+
+    name: str
+
+    def __init__(self, reason: str, sampling: Sampling) -> None:
+        self.reason, self.sampling, self.rows = reason, sampling, sampling.rows
+        self.token_steps = 0
+
+    @without_cudnn()
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        limits: Limits,
+        expected_lengths: Sequence[float] | None = None,
+        on_progress: Progress | None = None,
+        on_tokens: OnTokens | None = None,
+        dialogue: Dialogue | None = None,
+    ) -> Rollout:
+        """One completion for each prompt; neighbours with equal prompts are a group.
+
+        Args:
+            prompt_ids: token ids, at least one each.
+            limits: on the completions' lengths, see `make_limits`.
+            expected_lengths: one number per prompt; if not all rows fit at once, the longest start first.
+            on_progress: called with the number of completions done so far and in total.
+            on_tokens: called while completions grow, in this thread; it does not change what is sampled.
+            dialogue: answers turns, for completions of several; None: a completion is one turn.
+
+        The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
+
+        Raises:
+            BackendError: the engine cannot hold the completions, or the weights are broken.
+        """
+        ends = self.sampling.end_ids
+        states = [CompletionState(limits, ends, number, prompt) for number, prompt in enumerate(prompt_ids)]
+        order = [number for number, state in enumerate(states) if not state.finished]
+        if expected_lengths is not None:
+            order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
+        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens, dialogue))
+        logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
+        ids, forced = [state.ids for state in states], [state.forced for state in states]
+        return Rollout(ids, forced, logps, [state.context for state in states])
+
+    def _finish(self, call: Call) -> None:
+        """Finish all states of the call."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what a server keeps for this engine; the next `sample` prepares it again."""
+
+    def _halve(self, tried: int, left: str) -> None:
+        """After memory ran out with `tried` completions at once: half as many from now on. `left`: what happens to the
+        unfinished ones."""
+        self.rows = max(1, tried // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.sampling.say(
+            f"rollout: out of memory with {tried} completions at once; {left}, {self.rows} at once "
+            f"(rollout.rows={self.rows} starts with that)"
+        )

@@ -10,38 +10,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
 
+from rloo_kit.completion import Episode, split_turns
 from rloo_kit.data.chat import detect_family, thinks
-from rloo_kit.data.tool_turns import Message, ToolFormat, check_call
-from rloo_kit.data.tools import Result, Toolbox
 from rloo_kit.errors import ConfigError, RewardError
-from rloo_kit.rollout.types import Rollout, Span, split_turns
+from rloo_kit.rollout.types import Rollout
+from rloo_kit.tools.toolbox import Result, Toolbox
+from rloo_kit.tools.turns import Message, ToolFormat, check_call
 
-NO_NAME = "unknown"  # of the tool that a call without a readable name asks for
-
-
-@dataclass
-class Episode:
-    """What happened between a completion's turns.
-
-    Attributes:
-        messages: the assistant's (content, and reasoning_content and tool_calls if it has any) and the tools'.
-        calls: (name, kind of its `Result`) each. failures: why tools failed, for the user.
-        cut: the limit that ended it, "max_turns" or "length" (no room for a result); None if the model ended it.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    cut: str | None = None
-
-    def count(self, kind: str) -> int:
-        """The calls of one kind."""
-        return sum(one == kind for _, one in self.calls)
+NO_NAME = "unknown"  # the tool of a call whose own name cannot be read
 
 
 class ToolParser:
@@ -52,21 +33,23 @@ class ToolParser:
     def __init__(self, form: ToolFormat, schemas: Sequence[dict[str, Any]] = ()) -> None:
         self.form, self.tokenizer, self._schemas = form, form.tokenizer, list(map(_typed, schemas))
         self._prefix = self.tokenizer(form.generation_prompt, add_special_tokens=False)["input_ids"]
-        own = getattr(self.tokenizer, "response_template", None)
-        if own is None:
+        given = getattr(self.tokenizer, "response_template", None)
+        if given is None:
             with suppress(ValueError):  # not a template that TRL knows
                 add_response_schema(self.tokenizer)
         candidates = [getattr(self.tokenizer, "response_template", None), qwen3_template, qwen3_5_template]
-        for self.tokenizer.response_template in filter(None, candidates):
+        for template in filter(None, candidates):
+            self.tokenizer.response_template = template
             turn, calls = form.example
             written = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
-            self._template = deepcopy(self.tokenizer.response_template)
-            parts = [one.get("content_args", {}) for one in self._template["fields"].values()]
+            self._template = deepcopy(template)
+            content_args = [part.get("content_args", {}) for part in self._template["fields"].values()]
             # XML has no types; read as JSON, 00123 is a text and 12345 a number
-            self._tools = self._schemas if [one for one in parts if one.pop("value_parser", None)] else None
+            parsers = [options.pop("value_parser", None) for options in content_args]
+            self._tools = self._schemas if any(parsers) else None
             if self.read(written)[0].get("tool_calls") == calls:
                 return
-        self.tokenizer.response_template = own
+        self.tokenizer.response_template = given
         raise ConfigError(
             f"the calls that the chat template of {form.name or 'this model'} writes cannot be read "
             "back: give the tokenizer a response_template (transformers, chat response parsing), or use Qwen3"
@@ -77,8 +60,8 @@ class ToolParser:
         as_written = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
         try:
             message = dict(self.tokenizer.parse_response(ids, self._template, prefix=self._prefix, tools=self._tools))
-            for one in message.get("tool_calls") or []:
-                check_call(one)
+            for call in message.get("tool_calls") or []:
+                check_call(call)
         except Exception as error:  # a parser raises what it likes: json a RecursionError for a thousand brackets
             return as_written, str(error).replace("\n", " ")
         message["content"] = str(message.get("content") or "").removesuffix(self.tokenizer.eos_token)
@@ -86,10 +69,10 @@ class ToolParser:
 
 
 def _typed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema with those of its arguments that cannot be text as well as something else."""
+    """A tool's schema without the arguments that may be text or another type."""
     function = schema["function"]
     arguments = function["parameters"]["properties"].items()
-    kept = {name: one for name, one in arguments if one.get("type") == "string" or "string" not in one.get("type", ())}
+    kept = {name: arg for name, arg in arguments if arg.get("type") == "string" or "string" not in arg.get("type", ())}
     return {"function": {"name": function["name"], "parameters": {"properties": kept}}}
 
 
@@ -107,7 +90,7 @@ class ToolUse:
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
-    """What completions may call, for `Sampler` and `generate_completions`.
+    """What completions may call, for `complete`.
 
     Args:
         tokenizer: the policy's; gets a response template. limits: `run.rloo` or an `RLOOConfig`.
@@ -135,11 +118,11 @@ class Episodes:
         started = self.toolbox.reset(range(len(rows)), rows)
         form, limit = self.parser.form, self.toolbox.max_prompt_length
         pairs = zip(rows, started, strict=True)
-        self.prompts = [add_observation(row, one.content, form, limit) for row, one in pairs]
-        for episode, one in zip(self.episodes, started, strict=True):
-            if one.kind == "failed":
-                episode.calls.append(("reset", one.kind))
-                episode.failures.append(one.detail)
+        self.prompts = [add_observation(row, result.content, form, limit) for row, result in pairs]
+        for episode, result in zip(self.episodes, started, strict=True):
+            if result.kind == "failed":
+                episode.calls.append(("reset", result.kind))
+                episode.failures.append(result.detail)
         self._asked: dict[int, tuple[list[str], list[tuple[str, Result]]] | None] = {}  # by row: the calls' names, and
         # those that are refused; None for a turn that the environment answers
         self._lock = threading.Lock()  # a tokenizer is not safe in threads
@@ -150,7 +133,7 @@ class Episodes:
         with self._lock:
             message, problem = self.parser.read(turn)
         episode.messages.append(message)
-        calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls") or []]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         if not calls and not problem and not self.toolbox.responds:
             return None
         if turns + 1 >= self.limits.max_turns:
@@ -170,19 +153,19 @@ class Episodes:
         """The ids that the results, or an environment's own messages, take in the completion."""
         episode, asked = self.episodes[number], self._asked.pop(number)
         try:
-            found = reply.result()
+            answer = reply.result()
         except RewardError as error:  # of `respond`: the calls of tools return their errors
             episode.calls.append(("respond", "failed"))
             episode.failures.append(str(error))
             return []
         if asked is None:
-            messages = [one | {"content": str(one.get("content") or "")} for one in found]
+            messages = [message | {"content": str(message.get("content") or "")} for message in answer]
         else:
-            results = [*zip(asked[0], found, strict=True), *asked[1]]
+            results = [*zip(asked[0], answer, strict=True), *asked[1]]
             defuse = self.parser.form.defuse
-            messages = [{"role": "tool", "name": defuse(name), "content": one.content} for name, one in results]
-            episode.calls += [(name, one.kind) for name, one in results]
-            episode.failures += [one.detail for _, one in results if one.kind == "failed"]
+            messages = [{"role": "tool", "name": defuse(name), "content": result.content} for name, result in results]
+            episode.calls += [(name, result.kind) for name, result in results]
+            episode.failures += [result.detail for _, result in results if result.kind == "failed"]
         if not messages:
             return []
         with self._lock:
@@ -197,7 +180,7 @@ class Episodes:
         return ids
 
     def finish(self, rollout: Rollout) -> list[Episode]:
-        """The episodes, each with the message of a last turn that was cut off, which nobody has read."""
+        """The episodes, with the message of a last turn that was cut off and so was not parsed."""
         for episode, ids, spans in zip(self.episodes, rollout.completion_ids, rollout.context, strict=True):
             written = sum(message["role"] == "assistant" for message in episode.messages)
             if written <= len(spans):
@@ -213,21 +196,3 @@ def add_observation(row: dict[str, Any], text: str, form: ToolFormat | None = No
         return form.observe(row, text, limit)
     head, end, rest = row["prompt"].rpartition("<|im_end|>")
     return head + re.sub(r"<(?=[|/a-z])", "< ", text) + end + rest
-
-
-def episode_columns(
-    ids: Sequence[list[int]], context: Sequence[list[Span]], episodes: Sequence[Episode | None], toolbox: Toolbox | None
-) -> list[dict[str, Any]]:
-    """What rewards get of each episode in addition to the dataset's columns: `completion_mask` (0 for a tool's result),
-    `turns` (its messages) and, with an environment, `environments`. `toolbox`: has those of this very batch; None: no
-    environments."""
-    environments = [] if toolbox is None or toolbox.environment is None else toolbox.environments()
-    found = []
-    for number, episode in enumerate(episodes):
-        assert episode is not None
-        mask = [1] * len(ids[number])
-        for start, end in context[number]:
-            mask[start:end] = [0] * (end - start)
-        own = {"environments": environments[number]} if environments else {}
-        found.append({"completion_mask": mask, "turns": episode.messages, **own})
-    return found

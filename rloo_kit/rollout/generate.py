@@ -18,7 +18,8 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import is_coarse
 from rloo_kit.models.unsloth import report_graphs
-from rloo_kit.rollout.types import Call, CompletionState, Cut, Engine, OnTokens, Sampling
+from rloo_kit.rollout.engine import Call, Engine, OnTokens, Sampling
+from rloo_kit.rollout.types import CompletionState, Cut
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
@@ -33,7 +34,7 @@ PAD_TOLERANCE, PAD_TOLERANCE_16_BITS = 1e-3, 0.1  # largest sum of probabilities
 
 
 class GenerateEngine(Engine):
-    """See `engine.build_engine` for the arguments."""
+    """See `choice.build_engine` for the arguments."""
 
     name = "generate"
 
@@ -89,8 +90,8 @@ class GenerateEngine(Engine):
         padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
         if (whole_cut := self._cut) is not None:  # reads a row's own tokens instead of its padding
-            own = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
-            cut = lambda ids, scores: whole_cut(torch.cat([own, ids[:, width:]], dim=1), scores)  # noqa: E731
+            filled = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
+            cut = lambda ids, scores: whole_cut(torch.cat([filled, ids[:, width:]], dim=1), scores)  # noqa: E731
         steering = _Steering(self.sampling, states, cut, call.on_tokens)
         try:
             output = self._model.generate(
@@ -123,7 +124,7 @@ class GenerateEngine(Engine):
             prompts = [ids[:length] for ids, length in zip(drawn, PAD_CHECK[0], strict=True)]
             with self._mode(), torch.no_grad():
                 steps = zip(self._continue(prompts), self._continue(prompts[:1]), strict=False)
-            same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # then the two continue other texts
+            same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # up to where the texts diverge
             gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
             moved = max(gaps, default=0.0)  # none: a generate without logits_processor, which `_Steering` reports
             self._fault = ""

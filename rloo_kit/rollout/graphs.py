@@ -16,7 +16,8 @@ import torch
 
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.draw import draw
-from rloo_kit.rollout.types import CompletionState, Engine, Sampling
+from rloo_kit.rollout.engine import Engine, Sampling
+from rloo_kit.rollout.types import CompletionState
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of a graph; then multiples of 64
 LENGTH_BLOCK = 256  # tokens of a graph; from 2,048 on an eighth to a quarter of the length
@@ -129,8 +130,8 @@ class TokenSteps:
         tokens, positions = inputs
         self.cache.begin(positions, length, is_even)
         logits = self.decoder.decode(tokens, positions, self.cache)
-        found, logps = draw(logits, self.temperature, self.cut, history, uniform)
-        return torch.stack((found.double(), logps.double()))
+        drawn, logps = draw(logits, self.temperature, self.cut, history, uniform)
+        return torch.stack((drawn.double(), logps.double()))
 
     def _checked(self, replay: Callable[[], None], step: Callable[[], None], rows: int) -> Callable[[], None]:
         """The engine's first graph, if most of its rows draw what the same step draws without it: another kernel's

@@ -82,8 +82,8 @@ class DirectDecoder(ModuleDecoder):
                 length = len(prompts[row])
                 cache.insert(number, first, count, keys[row, :, :length], values[row, :, :length])
             keys, values = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (keys, values))
-            found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
-            return found.transpose(1, 2).reshape(ids.numel(), -1)
+            output = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
+            return output.transpose(1, 2).reshape(ids.numel(), -1)
 
         self._walk(ids.flatten(), places, attend)
 
@@ -126,8 +126,8 @@ class DirectDecoder(ModuleDecoder):
         rows = states.size(0)
         keys, values = cache.write(number, states[:, self.heads :], values)
         queries = states[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
-        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
-        return found.reshape(rows, -1)
+        output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
+        return output.reshape(rows, -1)
 
     def _mask(self, cache: SlotCache) -> torch.Tensor | None:
         """What is added to a step's attention scores, (R, 1, 1, L)."""
@@ -194,24 +194,25 @@ class Product:
         names = [_active(module) for module in modules]
         if merges and kinds == {None} and len(biased) == 1:
             weights = [base.weight for base in bases]
-            for number, (module, own) in enumerate(zip(modules, names, strict=True)):
-                for name in own:
+            for number, (module, active) in enumerate(zip(modules, names, strict=True)):
+                for name in active:
                     weights[number] = weights[number] + module.get_delta_weight(name)
             bias = torch.cat([base.bias for base in bases]) if bases[0].bias is not None else None
             self.parts = [partial(functional.linear, weight=torch.cat(weights), bias=bias)]
         elif any(names):
-            firsts = [module.lora_A[name].weight for module, own in zip(modules, names, strict=True) for name in own]
+            pairs = zip(modules, names, strict=True)
+            firsts = [module.lora_A[name].weight for module, active in pairs for name in active]
             self.first = torch.cat(firsts).to(dtype).t()
             blocks = [[firsts[0].new_zeros(base.out_features, 0)] for base in bases]
-            for block, module, own in zip(blocks, modules, names, strict=True):
-                block += [module.lora_B[name].weight * module.scaling[name] for name in own]
+            for block, module, active in zip(blocks, modules, names, strict=True):
+                block += [module.lora_B[name].weight * module.scaling[name] for name in active]
             rows = [torch.cat(block, dim=1) for block in blocks]
             self.second = torch.block_diag(*rows).to(dtype).t().contiguous()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         parts = [part(states) for part in self.parts]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return found if self.first is None else torch.addmm(found, states @ self.first, self.second)
+        output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return output if self.first is None else torch.addmm(output, states @ self.first, self.second)
 
 
 def _form_of(base: Any, dtype: torch.dtype) -> tuple[int, str] | None:
@@ -240,13 +241,14 @@ def _four_bit(bases: Sequence[Any], dtype: torch.dtype) -> Callable[[torch.Tenso
         scales = state.state2.absmax
         nested = {"absmax_8bit": state.absmax, "absmax_code": state.state2.code, "absmax_offset": state.offset}
     else:
-        scales = torch.cat([
-            (dequantize_blockwise(one.absmax, one.state2).float() + one.offset if one.nested else one.absmax).flatten()
-            for one in states
-        ])  # fmt: skip
+        unpacked = [
+            dequantize_blockwise(state.absmax, state.state2).float() + state.offset if state.nested else state.absmax
+            for state in states
+        ]
+        scales = torch.cat([part.flatten() for part in unpacked])
     bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases]).to(dtype)
     packed = join_in_place([base.weight for base in bases])
-    shape = [sum(one.shape[0] for one in states), states[0].shape[1]]
+    shape = [sum(state.shape[0] for state in states), states[0].shape[1]]
     block, kind = states[0].blocksize, states[0].quant_type
 
     def multiply(inputs: torch.Tensor) -> torch.Tensor:
@@ -295,7 +297,7 @@ def _check(model: Any) -> None:
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     if tuple(map(type, tables)) != (torch.nn.Embedding, torch.nn.Linear):
         raise NotPlainError("has an embedding or a head that is not plain")
-    if tables[0].weight.dtype != tables[1].weight.dtype or len({one.device for one in model.parameters()}) > 1:
+    if tables[0].weight.dtype != tables[1].weight.dtype or len({weight.device for weight in model.parameters()}) > 1:
         raise NotPlainError("has an embedding and a head of different kinds, or several devices")
 
 

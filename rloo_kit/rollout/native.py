@@ -23,9 +23,10 @@ from rloo_kit.errors import BackendError
 from rloo_kit.models.policy import has_unsloths_layers, is_coarse
 from rloo_kit.plan.parts import GRAPH_CACHE_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
+from rloo_kit.rollout.engine import Call, Sampling
 from rloo_kit.rollout.graphs import GraphEngine, TokenSteps
 from rloo_kit.rollout.layers import DirectDecoder, NotPlainError
-from rloo_kit.rollout.types import Call, CompletionState, Sampling
+from rloo_kit.rollout.types import CompletionState
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included
@@ -35,7 +36,7 @@ TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.05  # root mean square of the difference 
 
 
 class NativeEngine(GraphEngine):
-    """See `engine.build_engine` for the arguments.
+    """See `choice.build_engine` for the arguments.
 
     Attributes:
         decoder: name of the class that decoded last.
@@ -200,10 +201,10 @@ def _agrees(decoder: ModuleDecoder) -> bool:
     with torch.autocast(decoder.device.type, enabled=False):
         decoder.prefill([row[:-1].tolist() for row in rows], cache, [(0, 1), (1, 1)])
         cache.begin(positions, max(CHECKED))
-        found = decoder.decode(tokens, positions, cache).float()
+        logits = decoder.decode(tokens, positions, cache).float()
     expected = torch.stack(
         [decoder.model(input_ids=row[None].to(decoder.device)).logits[0, -1] for row in rows]
     ).float()
     is_rounded = is_coarse(decoder.model) or torch.is_autocast_enabled(decoder.device.type)
     tolerance = TOLERANCE_16_BITS if is_rounded else TOLERANCE
-    return not bool((found - expected).std() > tolerance * expected.std())
+    return not bool((logits - expected).std() > tolerance * expected.std())

@@ -3,6 +3,7 @@
 A completion that ends inside its thinking is left as is. Sources: docs/rollout.md.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from rloo_kit.errors import ConfigError
@@ -68,3 +69,36 @@ def make_limits(
             f"Lower rloo.thinking_budget, or set rloo.max_completion_length to {spent + (answer_budget or 1)} or more"
         )
     return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id, thinking_total)
+
+
+def limits_of(section: Any, tokenizer: Any, tags: ThinkTags) -> Limits:
+    """The limits of a run's rollouts; `section`: `run.rloo` or an `RLOOConfig`. Raises as `make_limits`."""
+    budgets = section.thinking_budget, section.answer_budget, section.thinking_close, section.thinking_budget_total
+    return make_limits(tokenizer, tags, section.max_completion_length, *budgets)
+
+
+def make_budget_limits(
+    tokenizer: Any,
+    tags: ThinkTags,
+    max_completion_length: int,
+    thinking_budget: int,
+    answer_budget: int | None = None,
+    close: str = "tag",
+    has_turns: bool = False,
+) -> Limits:
+    """The limits for a thinking budget that is to be measured: it may exceed `max_completion_length`, which then counts
+    only for what is left to answer (at least 1 token; `answer_budget` in its place). `has_turns`: the budgets are a
+    turn's, and `max_completion_length` is the whole episode's.
+
+    Raises:
+        ConfigError: a value out of range, or a tokenizer without `</think>`.
+    """
+    if thinking_budget < 0:
+        raise ConfigError(f"thinking_budget is {thinking_budget}; it has to be 0 or more tokens")
+    if answer_budget is not None and answer_budget < 1:
+        raise ConfigError(f"answer_budget is {answer_budget}; it has to be at least 1")
+    close_ids = close_ids_for(tokenizer, tags, close)
+    limits = Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id)
+    length = thinking_budget + len(close_ids) + limits.answer_limit
+    longest = max(length, max_completion_length) if has_turns else length
+    return replace(limits, max_completion_length=longest, answer_budget=limits.answer_limit)

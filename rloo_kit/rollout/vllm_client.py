@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rloo_kit.errors import RolloutServerError
 from rloo_kit.models.vllm import room_for_rank
-from rloo_kit.rollout.types import WHOLE, Sampling
+from rloo_kit.rollout.engine import Sampling
+from rloo_kit.rollout.types import WHOLE
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.environment import is_exposed, is_sendable
 
@@ -191,9 +192,9 @@ class VllmClient:
         """Lose all requests in flight, so that vLLM aborts them."""
         with self._opening:
             sockets = list(self._sockets)
-        for each in sockets:
+        for sock in sockets:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it; closing would not
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it; closing would not
 
     def read_served(self) -> tuple[dict[str, str], int | None]:
         """Path of the base model by each of its names, and its limit for prompt and completion together, if known."""
@@ -335,8 +336,8 @@ class VllmClient:
             raise ServerLostError(f"{url} answers with status {status}: {text}")
         return _Answer(url, status, bytes(content), text)
 
-    def _remember(self, event: str, found: dict[str, Any]) -> None:
+    def _remember(self, event: str, info: dict[str, Any]) -> None:
         """Callback of the HTTP library: registers an opened connection, which `hang_up` may shut down."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._opening:
-                self._sockets.add(found["return_value"].get_extra_info("socket"))
+                self._sockets.add(info["return_value"].get_extra_info("socket"))

@@ -26,7 +26,8 @@ from rloo_kit.collective import share_from_main, wait_for_all
 from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.models.vllm import InProcessVllm
-from rloo_kit.rollout.types import Call, CompletionState, Engine, Sampling
+from rloo_kit.rollout.engine import Call, Engine, Sampling
+from rloo_kit.rollout.types import CompletionState
 from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
 from rloo_kit.runs.files import write_text
 from rloo_kit.system.processes import hold_signals, is_main_process
@@ -35,7 +36,7 @@ _requests = count()  # of this process: each name is used once
 
 
 class VllmEngine(Engine):
-    """See `engine.build_engine` for the arguments. torch's random numbers seed the requests.
+    """See `choice.build_engine` for the arguments. torch's random numbers seed the requests.
 
     Args:
         vllm: started for `model`, see `models.vllm`; it queues what does not fit.
@@ -91,8 +92,8 @@ class VllmEngine(Engine):
                             state = asked[output.request_id]
                             call.on_tokens(state.number, state.ids + list(output.outputs[0].token_ids))
                     done = [(asked.pop(output.request_id), output.outputs[0]) for output in outputs if output.finished]
-                    for state, found in done:
-                        _take(state, found)
+                    for state, completion in done:
+                        _take(state, completion)
                         ask(state)
                         call.send_away(state)
                     if any(state.finished for state, _ in done):
@@ -121,12 +122,12 @@ class VllmEngine(Engine):
         )
 
 
-def _take(state: CompletionState, found: Any) -> None:
+def _take(state: CompletionState, completion: Any) -> None:
     """Give a finished request's tokens to its state."""
-    ids = list(found.token_ids)
-    if found.finish_reason not in ("stop", "length") or not ids:
-        raise BackendError(f"vLLM aborted a completion (finish_reason {found.finish_reason}): see its log above")
-    for token, scores in zip(ids, found.logprobs, strict=True):
+    ids = list(completion.token_ids)
+    if completion.finish_reason not in ("stop", "length") or not ids:
+        raise BackendError(f"vLLM aborted a completion (finish_reason {completion.finish_reason}): see its log above")
+    for token, scores in zip(ids, completion.logprobs, strict=True):
         logp = scores[token].logprob
         if not math.isfinite(logp):
             raise BackendError(
@@ -164,7 +165,7 @@ class ServerSettings:
 
 
 class ServerEngine(Engine):
-    """See `engine.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
+    """See `choice.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
     seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
     A request that is lost is sent once more. A server that died, or was restarted, ends the rollout.
@@ -326,7 +327,7 @@ class ServerEngine(Engine):
             finally:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                begun = [one for one in started if not one.cancelled()]  # `wait` takes a cancelled one for unfinished
+                begun = [future for future in started if not future.cancelled()]  # to `wait`, cancelled is unfinished
                 while wait(begun, timeout=0.1).not_done:
                     self._client.hang_up()
         if call.on_tokens is not None:

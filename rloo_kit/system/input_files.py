@@ -234,3 +234,15 @@ def collect_lines(node: Node | None, path: Key = ()) -> dict[Key, int]:
         lines[(*path, key)] = place.start_mark.line + 1
         lines |= collect_lines(value, (*path, key))
     return lines
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
+    left = [(value, 1)]
+    while left:
+        found, level = left.pop()
+        if isinstance(found, (list, tuple, dict)):
+            if level > DEEPEST:
+                return True
+            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
+    return False

@@ -66,7 +66,7 @@ def test_a_reward_model_that_was_made_in_python_is_looked_at_too(place: Path) ->
     """`kit.train(run, policy, data, [RewardModel(...)])`: the run's configuration does not name it."""
     from rloo_kit.checks.cheap import find_tokenizer
     from rloo_kit.rewarding.guard import NamedReward
-    from rloo_kit.rewarding.verifiers import RewardModel
+    from rloo_kit.rewarding.scoring_model import RewardModel
 
     two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
     run = load_config(prepare(place, two))

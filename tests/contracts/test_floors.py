@@ -17,20 +17,20 @@ ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
-    "errors", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "data",
-    "rewarding", "checks", "results", "models", "gradient", "rollout", "evals", "loop", "preflight",
-    "export", "notebook", "cli",
+    "errors", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "tools",
+    "data", "rewarding", "checks", "results", "models", "gradient", "rollout", "evals", "loop", "preflight",
+    "export", "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
-    "errors", "system", "config", "health", "runs", "collective", "think_tags", "data", "results", "rewarding", "plan",
-    "checks", "notebook", "cli",
+    "errors", "system", "config", "health", "runs", "collective", "think_tags", "tools", "data", "results", "rewarding",
+    "plan", "checks", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
 HEAVY = ["models", "gradient", "rollout", "evals", "loop", "preflight", "export"]
 # fmt: on
 
-LOADS_IN_FUNCTIONS = {"data", "rewarding", "collective"}
+LOADS_IN_FUNCTIONS = {"tools", "data", "rewarding", "collective"}
 LIGHT_LIBRARIES = {"pydantic", "yaml", "dotenv", "pynvml", "packaging", "rich", "tqdm", "psutil"}
 LIGHT_LIBRARIES |= {"httpx", "ruamel", "typer", "markupsafe", "numpy", "jinja2", "tokenizers"}
 # Where a kernel runs, or papermill, they are loaded; inside functions only.

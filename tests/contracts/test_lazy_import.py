@@ -33,7 +33,8 @@ from rloo_kit.system import environment, doctor, versions
 from rloo_kit.config import run, old_names
 from rloo_kit.runs import folder
 from rloo_kit.health import watch
-from rloo_kit.notebook import kernel, batch_run
+from rloo_kit.batch import runner
+from rloo_kit.notebook import kernel
 from rloo_kit.results import report
 """
     assert loaded_after(code) == []

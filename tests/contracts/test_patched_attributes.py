@@ -66,8 +66,8 @@ OWN = {
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
-    "system/console.py: module.__spec__", "data/verifiers_env.py: tool.__doc__",
-    "data/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
+    "system/console.py: module.__spec__", "tools/verifiers_env.py: tool.__doc__",
+    "tools/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
     "rewarding/crossing.py: function.__doc__", "rewarding/crossing.py: function.__qualname__",
     "rewarding/code_tests.py: test.decorator_list", "rewarding/code_tests.py: node.decorator_list",
 }  # fmt: skip

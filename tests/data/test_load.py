@@ -9,11 +9,12 @@ import datasets
 import pytest
 from tokenizers import processors
 
-from rloo_kit.data.chat import embedded_tokenizer, prompt_identity
+from rloo_kit.data.chat import prompt_identity
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
 from rloo_kit.data.load import Data, load_data, prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
 from rloo_kit.errors import DataError
 from rloo_kit.rewarding.guard import guard
+from rloo_kit.tools.turns import ToolFormat
 from tests.data.conftest import BOTH, jsonl, plain, rendered
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]

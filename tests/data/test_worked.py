@@ -13,13 +13,13 @@ from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, SourceSection
 from rloo_kit.data.load import prepare_data
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
 from rloo_kit.rollout.episodes import ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
+from rloo_kit.tools.toolbox import Toolbox
+from rloo_kit.tools.turns import ToolFormat
 from tests.episodes import Scripted, add
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "completion": f"so\n</think>\n\n{n + 1}"} for n in range(10)]

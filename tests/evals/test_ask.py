@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rloo_kit.completion import Completion
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, DataError, QuestionTooLongError
 from rloo_kit.evals.ask import Answer, LiveText, TrainedModel, ask, count_room, hold_dialogue
@@ -66,9 +67,9 @@ def trained(run_folder):
 
 
 def sampled(run, policy, prompt, **named):
-    options = {"max_completion_length": 12, "temperature": run.eval.temperature, "engine": run.rollout}
-    (found,) = generate_completions(policy, [prompt], **options | named)
-    return found
+    options = {"limits": 12, "temperature": run.eval.temperature, "engine": run.rollout}
+    (completion,) = generate_completions(policy, [prompt], **options | named)
+    return completion
 
 
 PROMPT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -158,7 +159,8 @@ def test_control_characters_of_a_model_stay_symbols(trained, capsys, monkeypatch
     """A random model writes bytes of escape sequences, which would recolour or clear the terminal."""
     run, policy = trained
     escape = policy.tokenizer("\x1b[2Jx")["input_ids"]
-    found = type(sampled(run, policy, PROMPT))(0, [*escape, 260, *escape], "", False, len(escape))
+    ids = [*escape, 260, *escape]
+    found = Completion(ids, "", False, len(escape), closed=True, prompt=PROMPT)
     monkeypatch.setattr("rloo_kit.evals.ask.generate_completions", lambda *_, **__: [found])
     given = ask(run, policy, "1+2=")
     printed = capsys.readouterr().out

@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import pytest
 
+from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import difficulty
 from rloo_kit.evals.difficulty import Signal, measure_signal, select_prompts
-from rloo_kit.rollout.completions import Completion
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
@@ -58,15 +58,16 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The prompts of each call that sampled; the answers come from ANSWERS, not from the model."""
     calls: list[list[str]] = []
 
-    def generate(policy: Any, prompts: list[str], *, num_samples: int, on_batch: Any, **_: Any) -> list[Completion]:
+    def generate(policy: Any, rows: list[Any], limits: Any, *, num_samples: int, on_batch: Any, **_: Any) -> list[Completion]:
+        prompts = [row["prompt"] for row in rows]
         calls.append(prompts)
         found = []
-        for index, prompt in enumerate(prompts):
+        for prompt in prompts:
             rights = RIGHT.get(prompt.partition("user\n")[2].partition("+")[0], 0)
             for sample in range(num_samples):
                 answer = SEVEN if sample < rights else EIGHT
                 text = f"</think>{'7' if sample < rights else '8'}"
-                found.append(Completion(index, [THINK_END, answer, TURN_END], text, True, 0))
+                found.append(Completion([THINK_END, answer, TURN_END], text, True))
         on_batch(len(found), len(found))
         return found
 

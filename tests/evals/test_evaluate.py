@@ -26,6 +26,7 @@ from rloo_kit.rewarding.registry import build_rewards, make_rewards
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.thinking_budget import make_budget_limits
 from rloo_kit.think_tags import split_thinking
 from tests.episodes import Scripted, call, with_tools
 from tests.rollout import models
@@ -80,7 +81,7 @@ def digits_policy(make_policy: Callable[..., Any], family: str = "thinking") -> 
 
 def answers_of(policy: Any, **options: Any) -> list[str]:
     """The policy's own answers, used as right answers, so that they are right by construction."""
-    options = {"max_completion_length": 6, "seed": 0} | options
+    options = {"limits": 6, "seed": 0} | options
     completions = generate_completions(policy, make_dataset()["prompt"][:], **options)
     opened = policy.family == "thinking"
     return [split_thinking(found.ids, policy.tokenizer, policy.tags, opened)[1] for found in completions]
@@ -180,15 +181,15 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
     hand."""
     policy = digits_policy(make_policy)
-    options: dict[str, Any] = {"max_completion_length": 6, "thinking_budget": 2, "answer_budget": 3}
-    found = generate_completions(policy, make_dataset()["prompt"][:], **options)
-    gold = answers_of(policy, **options)
+    limits = make_budget_limits(policy.tokenizer, policy.tags, 6, 2, 3)
+    found = generate_completions(policy, make_dataset()["prompt"][:], limits)
+    gold = answers_of(policy, limits=limits)
     gold = [answer if answer and index % 2 else "no such answer" for index, answer in enumerate(gold)]
     measured = evaluate(make_run(thinking_budgets=[2], answer_budget=3), policy, make_dataset(gold))
     (entry,) = measured.budgets
     verdicts = [float(answer != "no such answer") for answer in gold]
     for side, name in ((True, "forced"), (False, "unforced")):
-        chosen = [right for right, completion in zip(verdicts, found, strict=True) if completion.forced is side]
+        chosen = [right for right, completion in zip(verdicts, found, strict=True) if bool(completion.forced) is side]
         assert chosen and getattr(entry, name) == wilson(sum(chosen) / len(chosen), len(chosen))
     assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     assert "accuracy at 2, closed by the budget" in str(measured) and "accuracy at 2, the others" in str(measured)
@@ -197,14 +198,15 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
 def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
     """A run that trains under a budget was measured without one, at its limit: cut off, and wrong."""
     policy, data = digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)
-    options: dict[str, Any] = {"thinking_budget": 2, "answer_budget": 3}
-    found = generate_completions(policy, data["prompt"][:], max_completion_length=6, **options)
+    found = generate_completions(
+        policy, data["prompt"][:], make_budget_limits(policy.tokenizer, policy.tags, 6, 2, 3)
+    )
     run = make_run(greedy=False)
     run.rloo.thinking_budget, run.rloo.answer_budget = 2, 3
     measured = evaluate(run, policy, data)
     assert measured.thinking_budget == 2
-    assert measured.forced_share == pytest.approx(sum(done.forced for done in found) / len(found))
-    lengths = [len(done.ids) if done.thinking_tokens is None else done.thinking_tokens for done in found]
+    assert measured.forced_share == pytest.approx(sum(bool(done.forced) for done in found) / len(found))
+    lengths = [done.thinking_tokens for done in found]
     assert max(lengths) == 2 and measured.measures["thinking_tokens"].per_prompt == lengths
     run.eval.max_completion_length = 4
     short = evaluate(run, policy, data)
@@ -265,9 +267,7 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
     as means over prompts; no accuracy without answers."""
     run, policy = make_run(REWARDS, num_samples=4), digits_policy(make_policy)
     found = evaluate(run, policy, make_dataset())
-    completions = generate_completions(
-        policy, make_dataset()["prompt"][:], max_completion_length=6, num_samples=4, seed=0
-    )
+    completions = generate_completions(policy, make_dataset()["prompt"][:], 6, num_samples=4, seed=0)
     batch = {"completions": [one.text for one in completions], "completion_ids": [one.ids for one in completions]}
     values = {reward.__name__: reward(**batch) for reward in build_rewards(run, policy.tokenizer)}
     for name, numbers in values.items():
@@ -355,7 +355,7 @@ def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_polic
     assert (measured.judged_by, measured.leading) == ("exact match", "reward")
     reward = measured.measures["reward"]
     assert 0 < reward.value == measured.rewards["sentence"].value != measured.value("accuracy")
-    greedy = generate_completions(policy, rows["prompt"][:], max_completion_length=6, temperature=0, seed=0)
+    greedy = generate_completions(policy, rows["prompt"][:], limits=6, temperature=0, seed=0)
     expected = [float("7" in one.text) for one in greedy]
     assert measured.measures["greedy_reward"].per_prompt == expected and 0 < sum(expected) < NUM_PROMPTS
     samples = [*measured.samples, *measured.more_samples]

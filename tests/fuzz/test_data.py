@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from rloo_kit.batch.batch_file import load_batch
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.notebook.batch import load_batch
 from rloo_kit.system.processes import read_launch_file
 from tests.conftest import make_tiny_tokenizer
 from tests.fuzz.harness import Surface, check

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from rloo_kit.batch.batch_file import load_batch, read_notebook
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.notebook.batch import load_batch, read_notebook
 from rloo_kit.system.environment import load_env_file
 from rloo_kit.system.processes import read_launch_file
 from tests.fuzz import harness

@@ -12,7 +12,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
-from rloo_kit.health.series import LAST_ROWS, RANGES, judge
+from rloo_kit.health.series import LAST_ROWS, RANGES, judge_metrics
 from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,25 +328,25 @@ LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
 def test_levels_at_the_limits() -> None:
     """A limit that includes its own value would call a healthy run alarming."""
     for metric, value, level, key in LEVELS:
-        (found,) = judge([{metric: value}])
+        (found,) = judge_metrics([{metric: value}])
         assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
 
 
 def test_means_are_over_the_last_rows_that_have_a_number() -> None:
     """One odd step is not an alarm; a NaN, or a row of a reused rollout without the metric, must not count as 0."""
     rows = [{"kl": 9.0}] * 5 + [{"kl": 0.1}] * (LAST_ROWS - 3) + [{"kl": math.nan}, {"kl": None}, {"loss": 0.0}]
-    (found,) = judge(rows)
+    (found,) = judge_metrics(rows)
     assert (found.name, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
-    assert judge(rows, last=len(rows))[0].level == "alarming"
-    assert judge([]) == [] and judge([{"kl": True}]) == []
-    assert judge([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"
+    assert judge_metrics(rows, last=len(rows))[0].level == "alarming"
+    assert judge_metrics([]) == [] and judge_metrics([{"kl": True}]) == []
+    assert judge_metrics([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"
 
 
 def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
     """With beta above 0 the penalty keeps tied groups from being equal, and frac_reward_zero_std stays at 0."""
     behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
     assert [one.name for one in look([behind] * 4)] == ["no_signal"]
-    assert "frac_score_zero_std" in {one.name for one in judge([behind]) if one.level == "alarming"}
+    assert "frac_score_zero_std" in {one.name for one in judge_metrics([behind]) if one.level == "alarming"}
 
 
 def test_the_page_of_runs_has_every_rule() -> None:

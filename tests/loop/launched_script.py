@@ -61,17 +61,18 @@ def fail(settings: dict[str, Any]) -> dict[str, Any]:
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Pass rates, with completions that are right for every second prompt; what this process was asked for."""
+    from rloo_kit.completion import Completion
     from rloo_kit.evals import difficulty
-    from rloo_kit.rollout.completions import Completion
 
     asked: list[str] = []
 
-    def answer(policy: Any, prompts: list[str], num_samples: int = 1, **_: Any) -> list[Completion]:
+    def answer(policy: Any, rows: list[Any], limits: Any, num_samples: int = 1, **_: Any) -> list[Completion]:
+        prompts = [row["prompt"] for row in rows]
         asked.extend(prompts)
         texts = ["1" if int(prompt.split()[-1]) % 2 else "0" for prompt in prompts]
         ids = [policy.tokenizer(f"</think>{text}<|im_end|>")["input_ids"] for text in texts]
         return [
-            Completion(number, ids[number], f"</think>{text}", True, 0, False)
+            Completion(ids[number], f"</think>{text}", ended=True)
             for number, text in enumerate(texts)
             for _ in range(num_samples)
         ]

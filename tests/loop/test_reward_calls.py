@@ -12,13 +12,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.evals.evaluate import HeldOutRewards
 from rloo_kit.rewarding.guard import NamedReward
 from rloo_kit.rewarding.registry import make_rewards
 from rloo_kit.rewarding.worker import WorkerReward
-from rloo_kit.rollout.completions import Completion
 from tests.rewarding import recipes
 
 COMPLETIONS = [[70, 260, 71, 258], [70, 71, 258], [260, 258], [90, 258]] * 2
@@ -158,8 +158,9 @@ def test_rewards_of_published_recipes(way, trl_train, tiny_folder, tiny_tokenize
     ids = [[*tiny_tokenizer(text)["input_ids"], tiny_tokenizer.eos_token_id] for text in TEXTS]
     if way == "command":
         held_out = HeldOutRewards(run, functions)
-        done = [Completion(0, ids[place], text, True, True, 1) for place, text in enumerate(TEXTS)]
-        _, measured = held_out.score(data.select([0]), done, 4)
+        row = data[0]
+        done = [Completion(ids[n], text, True, prompt=row["prompt"], row=row) for n, text in enumerate(TEXTS)]
+        _, measured = held_out.score(done, 4)
         assert {name: pytest.approx(values[0], abs=1e-3) for name, values in measured.items()} == EXPECTED
     trained = trl_train(functions, completions=ids, arguments={"train_dataset": data}, max_steps=1)
     found = [row["rewards"] for row in trained.rows]

@@ -18,11 +18,18 @@ from rloo_kit.cli import app
 from rloo_kit.data.chat import render_prompt, resolve_family
 from rloo_kit.errors import ConfigError, DataError, NonFiniteError, RlooKitError, RunExistsError
 from rloo_kit.loop import reward_model
-from rloo_kit.loop.reward_model import Pair, RewardModelResult, load_base, load_pairs, measure_pairs, merge
+from rloo_kit.loop.reward_model import (
+    Pair,
+    RewardModelResult,
+    load_classifier,
+    load_pairs,
+    measure_pairs,
+    merge_adapter,
+)
 from rloo_kit.models.source import find_source
 from rloo_kit.results.intervals import clustered
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.verifiers import RewardModel, TextForm
+from rloo_kit.rewarding.scoring_model import RewardModel, TextForm
 from rloo_kit.runs.folder import open_folder
 from tests.conftest import make_tiny_tokenizer
 from tests.loop.conftest import lines, status
@@ -413,7 +420,7 @@ def test_ctrl_c_saves_and_measures_what_is_trained_so_far(load, monkeypatch):
 def test_the_merged_classifier_scores_like_the_trained_one(load, four_bit):
     """PEFT's merge into 4-bit layers is off by 0.2; the head is trained whole, and would be lost with the adapter."""
     run = load(f"model.load_in_4bit={str(four_bit).lower()}", "reward_model.lora={r: 4, alpha: 16}")
-    model = load_base(run, find_source(run), run.reward_model.lora)
+    model = load_classifier(run, find_source(run), run.reward_model.lora)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "score" in name:
@@ -422,6 +429,6 @@ def test_the_merged_classifier_scores_like_the_trained_one(load, four_bit):
     ids = torch.randint(0, 250, (3, 12))
     with torch.no_grad():
         before = model(ids).logits
-        after = merge(model)(ids).logits
+        after = merge_adapter(model)(ids).logits
     torch.testing.assert_close(after, before, atol=2e-4, rtol=1e-3)
     assert before.std() > 0.01

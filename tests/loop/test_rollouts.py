@@ -16,7 +16,7 @@ from rloo_kit.loop.collaborators import PromptReservoir
 from rloo_kit.preflight.trial_steps import make_trainer as make_steps
 from rloo_kit.results.samples import split_completion
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.types import Engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.think_tags import opens_thinking
 from tests.loop.conftest import EOS, by_ids, stream
@@ -378,7 +378,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, override,
     monkeypatch.setattr(Engine, "sample", lambda *given, **named: found.append(plain(*given, **named)) or found[-1])
 
     def evaluate():
-        generate_completions(policy, prompts, max_completion_length=12, seed=5)
+        generate_completions(policy, prompts, limits=12, seed=5)
 
     evaluate()
     with make_steps(policy, run, [by_ids], data.train, changed={"max_completion_length": 12}) as trainer:

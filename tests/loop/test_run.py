@@ -17,7 +17,7 @@ from rloo_kit.checks.cheap import PreflightError
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
-from rloo_kit.loop.options import mixed_precision
+from rloo_kit.loop.options import precision_flags
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import trained_run
 from rloo_kit.models.source import find_source
@@ -64,7 +64,7 @@ def test_the_model_decodes_by_itself_after_training(write_config):
     train(config, policy, data, build_rewards(config, policy.tokenizer))
     prompt = data.test["prompt"][0]
     ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
-    wanted = generate_completions(policy, [prompt], max_completion_length=12, temperature=0.0)[0].ids
+    wanted = generate_completions(policy, [prompt], limits=12, temperature=0.0)[0].ids
     found = policy.model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :]
     assert found.tolist() == wanted
     assert policy.model.get_base_model().model.layers[0].gradient_checkpointing, "which the next run needs"
@@ -257,9 +257,9 @@ def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
         return SimpleNamespace(rloo=SimpleNamespace(bf16=bf16, fp16=fp16))
 
     monkeypatch.setattr(environment, "current", lambda: SimpleNamespace(precision="bf16"))
-    assert mixed_precision(run(None, None)) == {"bf16": True, "fp16": False}
-    assert mixed_precision(run(None, True)) == {"bf16": False, "fp16": True}
-    assert mixed_precision(run(False, None)) == {"bf16": False, "fp16": False}
+    assert precision_flags(run(None, None)) == {"bf16": True, "fp16": False}
+    assert precision_flags(run(None, True)) == {"bf16": False, "fp16": True}
+    assert precision_flags(run(False, None)) == {"bf16": False, "fp16": False}
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 

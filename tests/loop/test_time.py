@@ -10,7 +10,7 @@ import pytest
 
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.results.plots import split_time
-from rloo_kit.rollout.types import Engine
+from rloo_kit.rollout.engine import Engine
 from rloo_kit.runs.rollouts import read_rollouts
 from tests.loop.conftest import EOS, by_ids
 

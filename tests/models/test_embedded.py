@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
 from rloo_kit.data import tasks
-from rloo_kit.data.chat import ROWS
+from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models import cold_start
@@ -129,7 +129,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
         torch.manual_seed(before)
         random.seed(before)
         models.append(
-            cold_start.train(tokenizer, "thinking", tasks.ADDITION, "compact", seed, plan, print).state_dict()
+            cold_start.train_embedded(tokenizer, "thinking", tasks.ADDITION, "compact", seed, plan, print).state_dict()
         )
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
@@ -212,7 +212,7 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
             assert mine.apply_chat_template(messages, **options) == taught.apply_chat_template(messages, **options)
     plan = replace(short_plan, steps=0)
     one, other, another = (
-        cold_start.train(tokenizers["untaught", "compact"], "untaught", tasks.ADDITION, "compact", seed, plan)
+        cold_start.train_embedded(tokenizers["untaught", "compact"], "untaught", tasks.ADDITION, "compact", seed, plan)
         for seed in (0, 0, 1)
     )
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())

@@ -15,7 +15,7 @@ from rloo_kit.errors import BackendError
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import LAYOUTS, Scorer
 from rloo_kit.models.adapters import find_bare_layers
-from rloo_kit.rollout.engine import build_engine, resolve_engine
+from rloo_kit.rollout.choice import build_engine, resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.gradient.test_scorer import by_logits, gradients_of
 from tests.models.zoo import BASE, IN_CI, OTHER_LAYERS, ZOO, make_model, save_model, save_multimodal

@@ -15,7 +15,7 @@ import nbformat
 import psutil
 import yaml
 
-from rloo_kit.notebook.batch_run import RUN_MARK
+from rloo_kit.batch.runner import RUN_MARK
 
 PARAMETERS = """# Parameters
 mode = "ok"

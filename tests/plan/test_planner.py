@@ -229,7 +229,7 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
     assert "100 of the 128" in capsys.readouterr().out
 
     monkeypatch.setattr("rloo_kit.plan.planner.plan_engine", lambda *_: EngineChoice("native", "vLLM does not fit"))
-    monkeypatch.setattr("rloo_kit.rollout.engine.find_vllm", lambda model: object() if model is tiny_model else None)
+    monkeypatch.setattr("rloo_kit.rollout.choice.find_vllm", lambda model: object() if model is tiny_model else None)
     assert "rollout_rows" not in planned_limits(run, policy) and load_of(run, policy).engine == "vllm"
     assert "generated at once" not in capsys.readouterr().out
     plan = plan_vram(run, config=config, engine="vllm")

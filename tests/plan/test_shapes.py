@@ -238,7 +238,7 @@ def test_todays_thinking_models_are_planned_by_name(monkeypatch: pytest.MonkeyPa
 
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
-    from rloo_kit.data import chat as tokenizer
+    from rloo_kit.data import light_tokenizer as tokenizer
     from rloo_kit.models import cold_start
 
     assert EMBEDDED_ROWS == tokenizer.ROWS

@@ -22,7 +22,7 @@ from rloo_kit.preflight import probe
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
-from rloo_kit.rollout.engine import resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.generate import GenerateEngine, _Steering
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
@@ -281,7 +281,7 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     if name == "always solved":  # nothing is carried
         data.train = data.train.filter(lambda row: re.fullmatch(r"[0-4]+\+[0-4]+=", row["question"]))
         made_to_think(data)
-        limits = {"max_completion_length": 48, "temperature": 0}
+        limits = {"limits": 48, "temperature": 0}
         texts = [done.text for done in kit.generate_completions(policy, data.train["prompt"][:], **limits)]
         right = [text.endswith(f"</think>\n\n{gold}") for text, gold in zip(texts, data.train["answer"], strict=True)]
         data.train = data.train.filter(lambda row, place: right[place], with_indices=True)  # all but one, by processor

@@ -8,10 +8,10 @@ import pytest
 import rloo_kit as kit
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.tools import _open
 from rloo_kit.errors import ConfigError
-from rloo_kit.preflight.probe import describe, draw_rows, find_rollout_faults, roll_out
+from rloo_kit.preflight.probe import describe_probe, draw_rows, find_rollout_faults, roll_out
 from rloo_kit.preflight.trial_steps import make_trainer
+from rloo_kit.tools.toolbox import _open
 from tests.episodes import Scripted, call
 
 WORLD = Path(__file__).parent / "world.py"
@@ -86,7 +86,7 @@ def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
     with make_trainer(policy, run, rewards, data.train) as trainer:
         trainer.rloo.sampler.engine = Scripted(policy.tokenizer, SCRIPT)
         probe = roll_out(trainer, draw_rows(run, data.train), run, lambda line: None)
-        describe(run, policy, probe, measures)
+        describe_probe(run, policy, probe, measures)
         faults = list(find_rollout_faults(run, policy, trainer, probe, measures))
     found = measures.episodes
     shares = {"failure_frequency": 0.25, "invalid_frequency": 0.25}

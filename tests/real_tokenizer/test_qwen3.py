@@ -12,7 +12,8 @@ import pytest
 from rloo_kit.checks.cheap import find_faults
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import read_tokenizer, render_prompt, resolve_family
+from rloo_kit.data.chat import render_prompt, resolve_family
+from rloo_kit.data.light_tokenizer import read_tokenizer
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import DataError, TokenizerError

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rloo_kit.checks.cheap import find_reward_faults
+from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data import gym
 from rloo_kit.data.answers import GymRow, gold_answers
@@ -16,10 +17,9 @@ from rloo_kit.data.gym import GYM_COLUMN, read_gym
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
-from rloo_kit.rewarding import verifiers as gym_reward
+from rloo_kit.rewarding import gym_score
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.verifiers import FINDERS, ReasoningGymScore
-from rloo_kit.rollout.completions import Completion
+from rloo_kit.rewarding.gym_score import FINDERS, ReasoningGymScore
 from rloo_kit.system.versions import is_importable
 from tests.data.conftest import InPlace
 
@@ -121,7 +121,7 @@ def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.Monke
     slow = row().replace('"options": {}', '"options": {"build_s": 0.8}')
     reward = fake(answer_timeout_s=0.4)
     assert judge(reward, ("7", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 1.0]
-    monkeypatch.setattr(gym_reward, "BUILD_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(gym_score, "BUILD_TIMEOUT_S", 0.4)
     reward = fake(answer_timeout_s=0.4)
     for _ in range(2):
         found = judge(reward, ("7", slow), ("7", row()))
@@ -158,7 +158,7 @@ class Table(dict):
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gym_reward, "Worker", InPlace)
+    monkeypatch.setattr(gym_score, "Worker", InPlace)
     monkeypatch.setattr(gym, "Worker", InPlace)
 
 
@@ -173,14 +173,14 @@ def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, in_place: None) -> None:
     assert gold_answers(Table(answer=["1"])) == ["1"]
     run = make_run({"name": "reasoning_gym_score", "params": {"threshold": 0.1}}, {"name": "answer_reward"})
     judged = AnswerJudge(run, tiny_tokenizer, gold)
-    assert judged.gym_reward.threshold is None and judged.gym_reward.think_end_id == end_id
+    verifier = judged.gym_reward.reward
+    assert verifier.threshold is None and verifier.think_end_id == end_id
 
-    def done(text: str, prompt: int) -> Completion:
-        ids = tiny_tokenizer(f"so</think>{text}")["input_ids"]
-        return Completion(prompt_index=prompt, text=f"so</think>{text}", ids=ids, ended=True, thinking_tokens=2)
+    def done(text: str) -> Completion:
+        return Completion(tiny_tokenizer(f"so</think>{text}")["input_ids"], f"so</think>{text}", ended=True)
 
-    completions = [done("+7.0", 0), done("is 7", 0), done("12", 1), done("7", 1), done("7", 2)]
-    assert judged.judge(completions) == [True, False, True, False, None]
+    completions = [done(text) for text in ("+7.0", "is 7", "12", "7", "7", "9")]
+    assert judged.judge(completions) == [True, False, True, False, None, None]
     gym_only = AnswerJudge(make_run({"name": "length_reward"}), tiny_tokenizer, gold[:1])
     assert gym_only.reward is None and gym_only.judge(completions[:2]) == [True, False]
 

@@ -10,7 +10,7 @@ import pytest
 
 from rloo_kit.rewarding.replies import (
     contains,
-    count_tokens,
+    count_billed,
     find_key,
     find_verdict,
     read_better,
@@ -125,7 +125,7 @@ def test_a_reply_that_ends_elsewhere_names_the_cause() -> None:
 )
 def test_tokens_are_counted_where_they_are_reported(usage: Any, tokens: int) -> None:
     """Guards against a judgement that is lost to an odd field next to it."""
-    assert count_tokens({"usage": usage}) == tokens
+    assert count_billed({"usage": usage}) == tokens
 
 
 def test_long_and_deep_replies_are_read_in_time() -> None:

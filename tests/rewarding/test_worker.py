@@ -115,7 +115,7 @@ def test_a_reward_never_shows_a_key_that_it_was_given(monkeypatch: pytest.Monkey
     """An own reward raised an error with the address that it had called, key included: it was in the log, in
     status.json and, through log_extra, in rollouts/. What comes back is masked, whatever the process is asked for."""
     monkeypatch.setenv("MY_API_KEY", key := "sk-Canary/4711+abc")
-    reward = WorkerReward(f"{HERE.parent / 'data' / 'leaking_tools.py'}:rate", timeout_s=60.0, env=["MY_API_KEY"])
+    reward = WorkerReward(f"{HERE.parent / 'tools' / 'leaking_tools.py'}:rate", timeout_s=60.0, env=["MY_API_KEY"])
     seen: list[Any] = []
     logs = {"log_metric": lambda *args: seen.append(args), "log_extra": lambda *args: seen.append(args)}
     found = guard(reward).score(**BATCH, **logs)
@@ -126,7 +126,7 @@ def test_a_reward_never_shows_a_key_that_it_was_given(monkeypatch: pytest.Monkey
         assert found.failed == [True, True] and "***" in found.failures[0] and "Canary" not in str(found), key
     reward.worker.close()
     with pytest.raises(WholeBatchError, match="KeyError: 'MY_API_KEY'"):
-        WorkerReward(f"{HERE.parent / 'data' / 'leaking_tools.py'}:rate", timeout_s=60.0).load()
+        WorkerReward(f"{HERE.parent / 'tools' / 'leaking_tools.py'}:rate", timeout_s=60.0).load()
 
 
 class Unreadable:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rloo_kit.models.policy import Policy
-from rloo_kit.rollout.engine import build_engine
+from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.types import Filters, Limits
 from rloo_kit.think_tags import bind_think_tags
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.rollout.completions import Completion, find_end_ids, generate_completions
+from rloo_kit.rollout.completions import find_end_ids, generate_completions
+from rloo_kit.rollout.thinking_budget import make_budget_limits
 from tests.rollout import models
 
 THINK_END, TURN_END, END_OF_TEXT = 260, 258, 256
@@ -42,8 +43,8 @@ def test_greedy_ids_are_those_of_single_rows(make_policy):
     """Batches are padded and sorted by length: a mistake in mask, positions or order shows as another prompt's answer,
     and accuracy drops a little without a word."""
     policy = make_policy(bias={TURN_END: 3.0}, initializer_range=0.4)
-    found = generate_completions(policy, PROMPTS, max_completion_length=12, temperature=0, batch_size=3)
-    assert [completion.prompt_index for completion in found] == [0, 1, 2, 3]
+    found = generate_completions(policy, PROMPTS, limits=12, temperature=0, batch_size=3)
+    assert [completion.prompt for completion in found] == PROMPTS
     wanted = [greedy_by_hand(policy, prompt, 12) for prompt in PROMPTS]
     assert [completion.ids for completion in found] == wanted
     assert len({tuple(ids) for ids in wanted}) == 4 and len({len(ids) for ids in wanted}) > 1
@@ -56,11 +57,11 @@ def test_whole_distribution_whatever_the_checkpoint_says(make_policy):
     settings = {"top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.01, "repetition_penalty": 9.0}
     for name, value in (settings | {"typical_p": 0.1}).items():
         setattr(narrowed.model.generation_config, name, value)
-    options = {"max_completion_length": 8, "num_samples": 4, "seed": 3}
+    options = {"limits": 8, "num_samples": 4, "seed": 3}
     sampled = generate_completions(narrowed, PROMPTS, **options)
     assert sampled == generate_completions(plain, PROMPTS, **options)
     assert len({tuple(completion.ids) for completion in sampled}) == 16
-    greedy = generate_completions(narrowed, PROMPTS[:1], max_completion_length=8, temperature=0)
+    greedy = generate_completions(narrowed, PROMPTS[:1], limits=8, temperature=0)
     assert greedy[0].ids == greedy_by_hand(narrowed, PROMPTS[0], 8)
 
 
@@ -69,25 +70,25 @@ def test_seed_fixes_the_samples_and_leaves_the_global_state(make_policy):
     policy = make_policy()
     torch.manual_seed(123)
     state = torch.get_rng_state()
-    first = generate_completions(policy, PROMPTS, max_completion_length=6, seed=1)
+    first = generate_completions(policy, PROMPTS, limits=6, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(5)
-    assert generate_completions(policy, PROMPTS, max_completion_length=6, seed=1) == first
-    assert generate_completions(policy, PROMPTS, max_completion_length=6, seed=2) != first
+    assert generate_completions(policy, PROMPTS, limits=6, seed=1) == first
+    assert generate_completions(policy, PROMPTS, limits=6, seed=2) != first
 
 
 def test_flags_are_told_by_ids(make_policy):
     """Ids distinguish a completion that writes the letters of `</think>`, or whose text hides the end token."""
-    ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], max_completion_length=5)[0]
-    assert ended == Completion(0, [TURN_END], "", ended=True, thinking_tokens=None)
-    other_end = generate_completions(make_policy(bias={END_OF_TEXT: 100}), ["a"], max_completion_length=5)[0]
+    ended = generate_completions(make_policy(bias={TURN_END: 100}), ["a"], limits=5)[0]
+    assert (ended.ids, ended.text, ended.ended, ended.closed) == ([TURN_END], "", True, False)
+    other_end = generate_completions(make_policy(bias={END_OF_TEXT: 100}), ["a"], limits=5)[0]
     assert other_end.ids == [END_OF_TEXT] and other_end.ended
-    closing = generate_completions(make_policy(bias={THINK_END: 100}), ["a"], max_completion_length=3)[0]
+    closing = generate_completions(make_policy(bias={THINK_END: 100}), ["a"], limits=3)[0]
     assert closing.ids == [THINK_END] * 3 and closing.text == "</think>" * 3
-    assert (closing.ended, closing.closed, closing.thinking_tokens, closing.forced) == (False, True, 0, False)
+    assert (closing.ended, closing.closed, closing.thinking_tokens, closing.forced) == (False, True, 0, [])
     letter = make_policy().tokenizer("x")["input_ids"][0]
-    endless = generate_completions(make_policy(bias={letter: 100}), ["a"], max_completion_length=3)[0]
-    assert (endless.text, endless.ended, endless.closed, endless.thinking_tokens) == ("xxx", False, False, None)
+    endless = generate_completions(make_policy(bias={letter: 100}), ["a"], limits=3)[0]
+    assert (endless.text, endless.ended, endless.closed, endless.thinking_tokens) == ("xxx", False, False, 3)
 
 
 def test_every_declared_end_token_ends(make_policy):
@@ -106,35 +107,37 @@ def test_open_thinking_is_closed_at_the_budget(make_policy):
     without one what is left; a budget of 0 asks for the answer at once."""
     policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
     for limit, budget, answer, length in ((99, 4, 3, 8), (6, 0, None, 6), (6, 9, None, 11)):
-        for one in generate_completions(
-            policy, PROMPTS, max_completion_length=limit, thinking_budget=budget, answer_budget=answer, num_samples=2
-        ):
-            assert one.forced and one.closed and not one.ended and len(one.ids) == length
-            assert one.thinking_tokens == one.ids.index(THINK_END) == budget and one.ids.count(THINK_END) == 1
-    options: dict[str, Any] = {"max_completion_length": 400, "thinking_budget": 4, "answer_budget": 3}
-    (one,) = generate_completions(policy, PROMPTS[:1], thinking_close="sentence", **options)
-    assert one.ids.index(THINK_END) > 40 and one.thinking_tokens == 4, "the sentence is not the model's"
+        limits = make_budget_limits(policy.tokenizer, policy.tags, limit, budget, answer)
+        for done in generate_completions(policy, PROMPTS, limits, num_samples=2):
+            assert done.forced and done.closed and not done.ended and len(done.ids) == length
+            assert done.thinking_tokens == done.ids.index(THINK_END) == budget and done.ids.count(THINK_END) == 1
+    limits = make_budget_limits(policy.tokenizer, policy.tags, 400, 4, 3, close="sentence")
+    (done,) = generate_completions(policy, PROMPTS[:1], limits)
+    assert done.ids.index(THINK_END) > 40 and done.thinking_tokens == 4, "the sentence is not the model's"
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"max_completion_length": 0}, "max_completion_length is 0; it has to be at least 1"),
+        ({"limits": 0}, "max_completion_length is 0; it has to be at least 1"),
         ({"temperature": -1}, "temperature is -1; it has to be 0 (greedy) or more"),
-        ({"thinking_budget": -1}, "thinking_budget is -1; it has to be 0 or more tokens"),
-        ({"max_completion_length": 600}, "600 more are to be generated, but the model has 512 positions"),
-        ({"thinking_budget": 500, "answer_budget": 50}, "551 more are to be generated"),
+        ({"budget": (-1,)}, "thinking_budget is -1; it has to be 0 or more tokens"),
+        ({"limits": 600}, "600 more are to be generated, but the model has 512 positions"),
+        ({"budget": (500, 50)}, "551 more are to be generated"),
     ],
 )
 def test_values_out_of_range(make_policy, options, text):
     """Beyond its positions a model silently writes noise."""
+    policy = make_policy()
     with pytest.raises(ConfigError) as caught:
-        generate_completions(make_policy(), ["a"], **({"max_completion_length": 8} | options))
+        if budget := options.pop("budget", None):
+            options["limits"] = make_budget_limits(policy.tokenizer, policy.tags, 8, *budget)
+        generate_completions(policy, ["a"], **({"limits": 8} | options))
     assert text in str(caught.value)
 
 
 def test_no_prompts_and_empty_prompts(make_policy):
     """Nothing in, nothing out; a prompt without tokens made `generate` fail inside attention."""
-    assert generate_completions(make_policy(), [], max_completion_length=8) == []
+    assert generate_completions(make_policy(), [], limits=8) == []
     with pytest.raises(DataError, match="prompt 1 has no tokens"):
-        generate_completions(make_policy(), ["a", ""], max_completion_length=8)
+        generate_completions(make_policy(), ["a", ""], limits=8)

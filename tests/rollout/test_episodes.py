@@ -10,10 +10,10 @@ import pytest
 import torch
 import trl
 
-from rloo_kit.data.tool_turns import ToolFormat
-from rloo_kit.data.tools import Toolbox
 from rloo_kit.rollout.episodes import ToolParser
 from rloo_kit.rollout.types import Limits, split_turns
+from rloo_kit.tools.toolbox import Toolbox
+from rloo_kit.tools.turns import ToolFormat
 from tests.episodes import Echo, with_tools
 from tests.rollout.models import (
     BUDGET,

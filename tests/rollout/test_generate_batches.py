@@ -15,8 +15,8 @@ from transformers.generation.utils import DeferredStopCheck
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient.scorer import Scorer
 from rloo_kit.rollout import decoders
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.decoders import SlotCache
-from rloo_kit.rollout.engine import resolve_engine
 from rloo_kit.rollout.types import Limits
 from tests.episodes import Echo
 from tests.models.zoo import make_model

@@ -12,8 +12,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders, layers
+from rloo_kit.rollout.choice import prefer_engine, resolve_engine
 from rloo_kit.rollout.draw import draw
-from rloo_kit.rollout.engine import prefer_engine, resolve_engine
 from rloo_kit.rollout.native import make_decoder
 from rloo_kit.rollout.types import Limits
 from tests.rollout.models import (

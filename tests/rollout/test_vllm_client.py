@@ -14,7 +14,7 @@ import pytest
 from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout import vllm_client
-from rloo_kit.rollout.types import Sampling
+from rloo_kit.rollout.engine import Sampling
 from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
 from tests.scripted_server import Scripted
 

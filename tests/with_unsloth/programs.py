@@ -46,7 +46,7 @@ def numbers(policy: Any) -> dict[str, Any]:
             logits = model(input_ids=torch.tensor(rows["input_ids"]), attention_mask=mask).logits
         padded[f"states, training={mode}"] = base.last_hidden_state[mask.bool()].clone()
         padded[f"logits, training={mode}"] = logits[mask.bool()].clone()
-    generated = generate_completions(policy, PROMPTS, max_completion_length=6, temperature=0.0)
+    generated = generate_completions(policy, PROMPTS, limits=6, temperature=0.0)
     scorer = Scorer(model, 1.0, tokenizer.pad_token_id, layout="padded")
     ids = [[torch.tensor(tokenizer(text)["input_ids"]) for text in texts] for texts in (PROMPTS, ANSWERS)]
     model.train()

@@ -18,8 +18,8 @@ def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pyte
     import torch
     from unsloth.models import _decode_graphs as graphs
 
+    from rloo_kit.rollout.choice import build_engine
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.types import Limits
 
     steps: list[tuple[int, list[int]]] = []  # rows of each decoding step, and the sizes for which a layer keeps buffers
@@ -78,7 +78,7 @@ def test_decoding_without_graphs_is_said_once(
     from unsloth.models import _decode_graphs as graphs
 
     from rloo_kit.models import unsloth
-    from rloo_kit.rollout.engine import build_engine
+    from rloo_kit.rollout.choice import build_engine
     from rloo_kit.rollout.types import Limits
 
     policy, lines = load(), list[str]()

@@ -35,8 +35,8 @@ def test_a_class_without_unsloths_forward(
     from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
     from rloo_kit.models.policy import packed_keywords
+    from rloo_kit.rollout.choice import build_engine, resolve_engine
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine, resolve_engine
     from rloo_kit.rollout.types import Limits
 
     for module in ("loader", "vision"):  # without bfloat16 it loads Qwen3.5 in float16, though float32 is asked

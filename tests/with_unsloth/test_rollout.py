@@ -17,8 +17,8 @@ def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.Monke
     import torch
 
     from rloo_kit.rollout import graphs
+    from rloo_kit.rollout.choice import build_engine
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.engine import build_engine
     from rloo_kit.rollout.thinking_budget import make_limits
     from tests.rollout.replay import record
 
@@ -70,13 +70,13 @@ def test_float32_weights_in_mixed_precision_and_broken_ones(load: Any) -> None:
 
     policy = load("rloo.bf16=true", moved=True)
     assert policy.precision == "bf16" and policy.model.get_input_embeddings().weight.dtype == torch.float32
-    greedy = {"max_completion_length": 5, "temperature": 0.0}
+    greedy = {"limits": 5, "temperature": 0.0}
     both = [generate_completions(policy, ["ab", "abc"], engine=engine, **greedy) for engine in ("native", "generate")]
     assert [one.ids for one in both[0]] == [one.ids for one in both[1]]
     with torch.no_grad():
         policy.model.get_base_model().model.norm.weight.fill_(torch.nan)
     with pytest.raises(BackendError, match="logits contain a NaN"):
-        generate_completions(policy, ["ab"], engine="native", max_completion_length=5)
+        generate_completions(policy, ["ab"], engine="native", limits=5)
 
 
 def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:

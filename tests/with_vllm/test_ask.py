@@ -42,7 +42,7 @@ def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, 
     prompt, shown = kit.load_data(run, policy.tokenizer).test[0]["prompt"], list[list[int]]()
     for temperature in (0.0, 1.0):
         shown.clear()
-        options: dict[str, Any] = {"max_completion_length": 60, "temperature": temperature, "seed": 3}
+        options: dict[str, Any] = {"limits": 60, "temperature": temperature, "seed": 3}
         options |= {"engine": run.rollout, "thinking_budget": budget, "answer_budget": budget and 20}
         (plain,) = generate_completions(policy, [prompt], **options)
         (heard,) = generate_completions(policy, [prompt], on_tokens=lambda _, ids: shown.append(list(ids)), **options)

@@ -69,7 +69,7 @@ def disturb(model: Any, seed: int) -> None:
 def make_engine(policy: Any, temperature: float = 1.0, model: Any = None, **options: Any) -> Any:
     from rloo_kit.models.policy import find_vllm
     from rloo_kit.rollout.completions import find_end_ids
-    from rloo_kit.rollout.types import Sampling
+    from rloo_kit.rollout.engine import Sampling
     from rloo_kit.rollout.vllm_engines import VllmEngine
 
     vllm = find_vllm(policy.model)
@@ -191,7 +191,7 @@ def test_a_temperature_that_vllm_raises_is_refused(policy):
     from rloo_kit.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"temperature is 0\.005.*0\.01 or higher"):
-        kit.generate_completions(policy, ["1+1="], max_completion_length=4, temperature=0.005)
+        kit.generate_completions(policy, ["1+1="], limits=4, temperature=0.005)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_evaluation_difficulty_and_notebooks_sample_with_it(run, policy, data, m
     assert 0 < measured.value("accuracy") < 1 and "greedy_accuracy" in measured.measures
     prompt = data.test[0]["prompt"]
     texts = {
-        kit.generate_completions(policy, [prompt], max_completion_length=40, temperature=0, **named)[0].text
+        kit.generate_completions(policy, [prompt], limits=40, temperature=0, **named)[0].text
         for named in ({}, {"engine": "auto"}, {"engine": "vllm"})
     }
     assert len(texts) == 1

@@ -73,7 +73,7 @@ def make_policy(embedded_folder: Path) -> Callable[..., Any]:
 @pytest.fixture
 def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(server, model, temperature=1.0, **more)`: the engine of that policy; `engine.said` has its lines."""
-    from rloo_kit.rollout.types import Sampling
+    from rloo_kit.rollout.engine import Sampling
     from rloo_kit.rollout.vllm_engines import ServerEngine, ServerSettings
 
     def build(server: VllmServer, model: Any, temperature: float = 1.0, **more: Any) -> Any:

@@ -18,7 +18,7 @@ words = ["run.output_dir={folder}", "model.max_seq_length=512", "run.evaluate=fa
 def read(engine, *more):
     return kit.load_config("{config}", f"rollout.engine={{engine}}", *words, *more)
 def sample(policy, **named):
-    return [c.ids for c in kit.generate_completions(policy, prompts, max_completion_length=30, **named)]
+    return [c.ids for c in kit.generate_completions(policy, prompts, limits=30, **named)]
 prompts = list(kit.load_data(read("native"), kit.load_policy(read("native")).tokenizer).test["prompt"][:4])
 """
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data import tools
-from rloo_kit.data.tools import Result, Toolbox, ToolHost, open_toolbox, own_reward
 from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rewarding.worker import end_workers
+from rloo_kit.tools import toolbox
+from rloo_kit.tools.toolbox import Result, Toolbox, ToolHost, open_toolbox, own_reward
 
 FILE = Path(__file__).parent / "faulty_tools.py"
 LEAKING = Path(__file__).parent / "leaking_tools.py"
@@ -29,9 +29,9 @@ def no_process_left() -> Iterator[None]:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No toolbox of another test, whose processes have other variables."""
-    tools._open.cache_clear()
+    toolbox._open.cache_clear()
     yield
-    tools._open.cache_clear()
+    toolbox._open.cache_clear()
 
 
 def make_run(*tools: str, file: Path = FILE, **keys: Any) -> RunConfig:
@@ -117,7 +117,7 @@ def test_kinds_of_functions():
 
 def test_async_tools_in_a_process_that_runs_a_loop():
     """In a notebook asyncio.run raised, and elsewhere each call closed the loop to which a tool's client belonged."""
-    from tests.data.faulty_tools import Client, later
+    from tests.tools.faulty_tools import Client, later
 
     toolbox = Toolbox.of([Client().ask, later], None)
     toolbox.reset([0, 1], [{}, {}])

@@ -43,7 +43,7 @@ Past = tuple[dict[str, Any], list[Call]]  # the row that an environment was rese
 
 
 class Result(NamedTuple):
-    """What a call came to.
+    """The outcome of a call.
 
     Attributes:
         content: the text for the model.
@@ -91,13 +91,13 @@ class ToolHost:
         """Start the episode of row `number`; the content is the observation, empty for none."""
         self._live.pop(number, None)
         try:
-            found = finish(self.take(number).reset(**row))
+            observation = finish(self.take(number).reset(**row))
         except BaseException as error:  # sys.exit too: it is the environment's
             return Result("", "failed", f"reset: {describe_user_error(error)}")
-        if not isinstance(found, str | None):
-            return Result("", "failed", f"reset returned {excerpt(found, 60)}; it returns a text or None")
+        if not isinstance(observation, str | None):
+            return Result("", "failed", f"reset returned {excerpt(observation, 60)}; it returns a text or None")
         self._live[number] = self._tools | _by_name(_methods(self._pool[number]))
-        return Result(found or "")
+        return Result(observation or "")
 
     def call(self, number: int, past: Past, name: str, arguments: dict[str, Any]) -> Result:
         """Call a tool in the episode of row `number`; `past` rebuilds its environment, if this process has none."""
@@ -126,10 +126,10 @@ class ToolHost:
         environment = self._pool[number]
         try:
             if what == "respond":
-                found = list(finish(environment.respond(messages)))
-                if not all(isinstance(one, dict) for one in found):
-                    raise TypeError(f"it returned {excerpt(found, 60)}, no messages")
-                return found
+                replies = list(finish(environment.respond(messages)))
+                if not all(isinstance(reply, dict) for reply in replies):
+                    raise TypeError(f"it returned {excerpt(replies, 60)}, no messages")
+                return replies
             if what == "get_reward":
                 return own_reward(environment, messages)
             return pack_state(environment)
@@ -150,11 +150,14 @@ class ToolHost:
     def restore(self, number: int, past: Past) -> Result | None:
         """Make sure that row `number` has its environment, in the state after `past`; a failed Result if not."""
         if number not in self._live:
-            found = self.reset(number, past[0])
-            if found.kind == "failed":
-                return Result("error: the environment cannot be started", *found[1:])
+            result = self.reset(number, past[0])
+            if result.kind == "failed":
+                return Result("error: the environment cannot be started", *result[1:])
             for name, arguments in past[1]:
-                self.call(number, past, name, arguments) if name else self.ask(number, past, "respond", **arguments)
+                if name:
+                    self.call(number, past, name, arguments)
+                else:
+                    self.ask(number, past, "respond", **arguments)
         return None
 
 
@@ -169,11 +172,11 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     if environment is None:
         return []
     if _has_own(environment, "tools", [], []):
-        if not isinstance(found := environment.tools(), list | tuple) or not all(map(callable, found)):
-            raise ConfigError(f"rloo.environment: tools() returned {excerpt(found, 60)}; it returns a list of tools")
-        return list(found)
+        if not isinstance(tools := environment.tools(), list | tuple) or not all(map(callable, tools)):
+            raise ConfigError(f"rloo.environment: tools() returned {excerpt(tools, 60)}; it returns a list of tools")
+        return list(tools)
     members = inspect.getmembers(type(environment), callable)  # of the class: a property may be a program
-    functions = [name for name, one in members if inspect.isfunction(inspect.unwrap(getattr(one, "__func__", one)))]
+    functions = [name for name, tool in members if inspect.isfunction(inspect.unwrap(getattr(tool, "__func__", tool)))]
     return [getattr(environment, name) for name in functions if not name.startswith("_") and name not in NO_TOOLS]
 
 
@@ -185,8 +188,8 @@ def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -
         with suppress(TypeError, ValueError):
             inspect.signature(method).bind(**dict.fromkeys(arguments))
             return True
-    found = f"{type(environment).__name__}.{name} is not the {name}({NO_TOOLS[name]}) that the kit calls"
-    raise ConfigError(f"rloo.environment: {found}: rename it, or, if it is a tool, return it in the list of tools()")
+    problem = f"{type(environment).__name__}.{name} is not the {name}({NO_TOOLS[name]}) that the kit calls"
+    raise ConfigError(f"rloo.environment: {problem}: rename it, or, if it is a tool, return it in the list of tools()")
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -203,7 +206,7 @@ def _read_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     except ValidationError as error:
         arguments = dict(arguments)
         for name, value in arguments.items():
-            if any(name == one["loc"][0] for one in error.errors()) and isinstance(value, str | bool | int | float):
+            if any(name == fault["loc"][0] for fault in error.errors()) and isinstance(value, str | bool | int | float):
                 with suppress(ValueError, RecursionError):
                     arguments[name] = json.loads(value) if isinstance(value, str) else json.dumps(value)
     return read(**arguments)
@@ -220,9 +223,9 @@ def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
         raise TypeError("it yields, and a tool returns its result: return a list")
     hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
-    for number, (name, one) in enumerate(taken.items()):
-        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            raise TypeError(f"it takes {one}, and the model gives arguments by their names: write them out")
+    for number, (name, parameter) in enumerate(taken.items()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"it takes {parameter}, and the model gives arguments by their names: write them out")
         if not number and name in ("self", "cls") and name not in hints:
             raise TypeError("it is a method without its object: name one of an object (file.py:index.search)")
 
@@ -232,7 +235,7 @@ def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     typed = rf"(?m)^(\s*(?:{'|'.join(taken)}))\s*\(.*?\)\s*:"  # x (int): ..., in Google's style too
     head, mark, rest = (inspect.getdoc(tool) or "").partition("Args:")
     doc = head + mark + re.sub(typed, r"\1:", rest)
-    signed = inspect.Signature([one.replace(annotation=hints.get(name, one.empty)) for name, one in taken.items()])
+    signed = inspect.Signature([p.replace(annotation=hints.get(name, p.empty)) for name, p in taken.items()])
     about: Any = SimpleNamespace(__name__=tool.__name__, __doc__=doc, __annotations__=hints, __signature__=signed)
     return functools.update_wrapper(read, about)
 
@@ -258,8 +261,8 @@ def _as_result(value: Any, name: str) -> Result:
         if value is None:
             raise TypeError
     except (TypeError, ValueError, RecursionError):
-        found = f"{name} returned {excerpt(value, 60)}; a tool returns text, or what JSON can hold"
-        return Result(f"error: {found}", "failed", found)
+        problem = f"{name} returned {excerpt(value, 60)}; a tool returns text, or what JSON can hold"
+        return Result(f"error: {problem}", "failed", problem)
     return Result(shorten(text, LONGEST_RESULT))
 
 
@@ -273,7 +276,7 @@ def open_host(tools: list[str], environment: str | None, folders: list[str]) -> 
     global _host
     factory: Callable[[], Any] | None = None
     if environment is not None and environment.startswith(LIBRARY):
-        from rloo_kit.data.verifiers_env import VerifiersEnvironment  # loads the package
+        from rloo_kit.tools.verifiers_env import VerifiersEnvironment  # loads the package
 
         factory = functools.partial(VerifiersEnvironment, environment.removeprefix(LIBRARY))
     elif environment is not None:
@@ -318,16 +321,17 @@ class _InWorker:
 
     def read_sources(self) -> dict[str, str]:
         tools, environment, folders = self.targets
-        named = [one for one in (*tools, environment or "") if ":" in one]
-        return {name: one for target in named for name, one in read_files(target.rpartition(":")[0], folders).items()}
+        named = [target for target in (*tools, environment or "") if ":" in target]
+        files = [read_files(target.rpartition(":")[0], folders) for target in named]
+        return {name: digest for digests in files for name, digest in digests.items()}
 
     def run(self, timeout_s: float, method: str, *args: Any) -> Any:
         if not self.worker.running:
             self.open()
-        found = self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
+        result = self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
         if method in ("reset", "restore"):
             self.live.add(args[0])
-        return found
+        return result
 
     def restore(self, timeout_s: float, number: int, past: Past) -> None:
         """Build the environment of a row again, if its process was replaced; each call so far has `timeout_s`."""
@@ -369,7 +373,7 @@ class Toolbox:
         self._past = {number: (row, []) for number, row in pairs}
         if self.environment is None:
             return [Result("")] * len(numbers)
-        return [one.result() for one in [self._submit(number, self._reset, row) for number, row in pairs]]
+        return [future.result() for future in [self._submit(number, self._reset, row) for number, row in pairs]]
 
     def _reset(self, place: Any, number: int, row: dict[str, Any]) -> Result:
         try:
@@ -382,15 +386,15 @@ class Toolbox:
         return self._submit(number, self._call_all, self._past, calls)
 
     def _call_all(self, place: Any, number: int, pasts: dict[int, Past], calls: Sequence[Call]) -> Any:
-        found = []
+        results = []
         for name, arguments in calls:
             row, before = pasts[number]
             try:
-                found.append(Result(*self._run(place, "call", number, (row, before), name, arguments)))
+                results.append(Result(*self._run(place, "call", number, (row, before), name, arguments)))
                 pasts[number] = (row, [*before, (name, arguments)])
             except RewardError as error:  # its process has ended, and the next one would likewise
-                found.append(_failed(name, error))
-        return found
+                results.append(_failed(name, error))
+        return results
 
     def ask(self, number: int, what: str, messages: list[dict[str, Any]]) -> "Future[Any]":
         """`ToolHost.ask` of the environment of row `number`; the future may have a RewardError."""
@@ -398,10 +402,10 @@ class Toolbox:
 
     def _ask(self, place: Any, number: int, pasts: dict[int, Past], what: str, messages: Any) -> Any:
         row, before = pasts[number]
-        found = self._run(place, "ask", number, (row, before), what, messages)
+        result = self._run(place, "ask", number, (row, before), what, messages)
         if what == "respond":
             pasts[number] = (row, [*before, ("", {"messages": messages})])
-        return found
+        return result
 
     def environments(self) -> list[Any]:
         """The environments of the batch as rewards get them: the objects, or what stands for one in a process."""
@@ -449,7 +453,7 @@ class EnvironmentView:
 
 def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:
     """The tasks of `verifiers/NAME` as rows, read in a process of their own; raises DataError."""
-    from rloo_kit.data.verifiers_env import read_verifiers_rows  # the process loads the package
+    from rloo_kit.tools.verifiers_env import read_verifiers_rows  # the process loads the package
 
     worker = Worker(source, worker_environment(env))
     try:
@@ -468,7 +472,7 @@ class EnvironmentReward:
         self.__name__ = str(name)
 
     def __call__(self, environments: list[Any], turns: list[Any], **columns: Any) -> list[float]:
-        return [own_reward(*one) for one in zip(environments, turns, strict=True)]
+        return [own_reward(*pair) for pair in zip(environments, turns, strict=True)]
 
 
 def open_toolbox(run: RunConfig) -> Toolbox | None:
@@ -486,9 +490,9 @@ def open_toolbox(run: RunConfig) -> Toolbox | None:
 def open_named(section: Any, next_to: Path | None) -> Toolbox:
     """The tools that `run.rloo` or an `RLOOConfig` names; files are looked for in `next_to` too."""
     names = [*section.tools, *filter(None, [section.environment])]
-    found = [find_target(named, "rloo.tools", next_to) for named in names]
-    targets = [target for target, _ in found]
-    folders = dict.fromkeys(str(one) for _, places in found for one in places)
+    located = [find_target(named, "rloo.tools", next_to) for named in names]
+    targets = [target for target, _ in located]
+    folders = dict.fromkeys(str(folder) for _, places in located for folder in places)
     environment = targets.pop() if section.environment else None
     limits = section.tool_timeout_s, section.tool_processes, tuple(section.tool_env)
     return _open(tuple(targets), environment, tuple(folders), *limits)

@@ -16,11 +16,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from rloo_kit.batch.batch_file import Batch, load_batch
+from rloo_kit.batch.runner import BatchResult, BatchRunner, RunStatus, open_batch
 from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
-from rloo_kit.notebook.batch import Batch, load_batch
-from rloo_kit.notebook.batch_run import BatchResult, Runner, RunStatus, open_folder
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.files import write_json
 from tests.evaluations import around
@@ -65,14 +65,14 @@ def load(folder: Path, *overrides: str, **values: object) -> Batch:
 
 def leave_batch(batch: Batch, *states: str) -> None:
     """The folder of a batch with these states."""
-    for status, state in zip(open_folder(batch).values(), states, strict=True):
+    for status, state in zip(open_batch(batch).values(), states, strict=True):
         status.state = state
         (batch.folder / status.name).mkdir()
         write_json(batch.folder / status.name / "status.json", asdict(status))
 
 
 def to_do(batch: Batch, **flags: bool) -> list[str]:
-    return [status.name for status in open_folder(batch, **flags).values() if status.state != "done"]
+    return [status.name for status in open_batch(batch, **flags).values() if status.state != "done"]
 
 
 # ------------------------------------------------------------------------------------------------ the file
@@ -172,10 +172,10 @@ def test_resume_does_what_is_not_done(folder: Path, capsys: pytest.CaptureFixtur
     leave_batch(load(folder, grid={"seed": [1, 2, 3, 4, 5, 6]}), *states)
     more = load(folder, grid={"seed": [1, 2, 3, 4, 5, 6, 7]})
     assert to_do(more, resume=True) == [f"plain-seed={seed}" for seed in (2, 3, 4, 5, 6, 7)]
-    found = open_folder(more, resume=True)["plain-seed=5"]
+    found = open_batch(more, resume=True)["plain-seed=5"]
     assert found.state == "killed" and "SIGKILL" in str(found.error)
     fewer = load(folder, grid={"seed": [1]})
-    Runner(fewer, open_folder(fewer, resume=True), "").run()
+    BatchRunner(fewer, open_batch(fewer, resume=True), "").run()
     printed = capsys.readouterr().out
     assert "0 runs to do, 1 done already" in printed
     assert all(f"plain-seed={seed}" in printed.partition("left alone: ")[2] for seed in (2, 3, 4, 5, 6))
@@ -186,7 +186,7 @@ def test_a_run_that_has_changed_is_refused_by_name(folder: Path) -> None:
     leave_batch(load(folder, grid={"seed": [1, 2]}, parameters={"size": 3}), "done", "failed")
     changed = load(folder, grid={"seed": [1, 2]}, parameters={"size": 4})
     with pytest.raises(ConfigError, match=r"plain-seed=1: size was 3, is 4\nplain-seed=2: size was 3, is 4\n.*--over"):
-        open_folder(changed, resume=True)
+        open_batch(changed, resume=True)
     assert len(to_do(changed, overwrite=True)) == 2
 
 
@@ -194,16 +194,16 @@ def test_a_folder_of_something_else_is_refused(folder: Path) -> None:
     """A batch in a folder of results would delete them."""
     batch = load(folder, grid={"seed": [1]})
     with pytest.raises(RunNotFoundError, match="without --resume"):
-        open_folder(batch, resume=True)
+        open_batch(batch, resume=True)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
-        open_folder(batch, resume=True, overwrite=True)
+        open_batch(batch, resume=True, overwrite=True)
     leave_batch(batch, "done")
     with pytest.raises(RunExistsError, match=r"\(1 done\).* --resume.* --overwrite.* name="):
-        open_folder(batch)
+        open_batch(batch)
     (folder / "out" / "other").mkdir()
     (folder / "out" / "other" / "results.txt").write_text("mine")
     with pytest.raises(RunExistsError, match="not a batch's folder .* output_dir="):
-        open_folder(load(folder, "name=other", grid={"seed": [1]}))
+        open_batch(load(folder, "name=other", grid={"seed": [1]}))
 
 
 def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> None:
@@ -217,7 +217,7 @@ def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> 
     (place / "plain-seed=2" / "notes.txt").write_text("mine")
     (place / "own").mkdir()
     (place / "own" / "status.json").write_text('{"state": "finished", "step": 60}')  # a training run, not a batch's
-    open_folder(batch, overwrite=True)
+    open_batch(batch, overwrite=True)
     left = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
     assert left == ["notes.txt", "own/status.json", "plain-seed=2/notes.txt"]
 
@@ -235,18 +235,18 @@ def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
 
 
 @pytest.fixture
-def compared(folder: Path) -> Runner:
+def compared(folder: Path) -> BatchRunner:
     """Two finished runs, one that failed with a hostile error text, one waiting."""
     batch = load(folder, notebook="trains.ipynb", grid={"seed": [1, 2, 3, 4]})
     leave_batch(batch, "done", "done", "failed", "waiting")
-    statuses = open_folder(batch, resume=True)
+    statuses = open_batch(batch, resume=True)
     for seed, right in ((1, 0.25), (2, 0.75)):
         write_trained(batch.folder / f"trains-seed={seed}" / "run", seed, right)
     (batch.folder / "trains-seed=1" / "notebook.ipynb").write_text("{}")
     (batch.folder / "trains-seed=2" / "run" / "report.html").write_text("the second one's")
     (batch.folder / "trains-seed=3" / "log.txt").write_text("")
     statuses["trains-seed=3"].error = "cell [3]: ValueError: <script>alert(1)</script> & \x1b[31m\nsecond line"
-    return Runner(batch, statuses, "again")
+    return BatchRunner(batch, statuses, "again")
 
 
 def write_trained(folder: Path, seed: int, right: float) -> None:
@@ -261,7 +261,7 @@ def write_trained(folder: Path, seed: int, right: float) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found.to_dict()))
 
 
-def test_the_comparison_shows_every_run(compared: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_shows_every_run(compared: BatchRunner, capsys: pytest.CaptureFixture[str]) -> None:
     """The page is that of `rloo-kit report` for what is done, and says of the others why they are not."""
     compared.signals.append("Ctrl-C")  # nothing is to start
     result = compared.run()
@@ -276,7 +276,7 @@ def test_the_comparison_shows_every_run(compared: Runner, capsys: pytest.Capture
     assert "<script" not in html and "&lt;script&gt;alert(1)&lt;/script&gt; &amp; ␛[31m" in html
 
 
-def test_a_damaged_run_does_not_end_the_batch(compared: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_does_not_end_the_batch(compared: BatchRunner, capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluation whose accuracy is a text ended the batch with the runs that were still to do."""
     (compared.batch.folder / "trains-seed=2" / "run" / "config.yaml").write_text("model: [")
     compared.signals.append("Ctrl-C")
@@ -290,10 +290,10 @@ def test_a_screen_that_is_gone_ends_the_printing_and_not_the_batch(folder: Path)
     batch."""
     load(folder, grid={"seed": [1]})
     code = f"""
-from rloo_kit.notebook.batch import load_batch
-from rloo_kit.notebook.batch_run import Runner
+from rloo_kit.batch.batch_file import load_batch
+from rloo_kit.batch.runner import BatchRunner
 for text in ("nobody reads this", "nor this"):
-    Runner(load_batch({str(folder / "configs" / "b.yaml")!r}), {{}}, "").print(text)
+    BatchRunner(load_batch({str(folder / "configs" / "b.yaml")!r}), {{}}, "").print(text)
 """
     reader, writer = os.pipe()
     os.close(reader)
@@ -336,11 +336,11 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     load(folder, grid={"seed": [1]})
     statuses = [RunStatus(f"r{number}", "n", state=state) for number, state in enumerate(states.split())]
     results = itertools.cycle([BatchResult(folder, statuses, False, []), BatchResult(folder, statuses, True, [])])
-    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: next(results))
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: next(results))
     found, printed, _ = call(folder / "configs" / "b.yaml", "--json")
     assert found == code
     assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
     assert call(folder / "configs" / "b.yaml")[0] == 130
-    monkeypatch.setattr("rloo_kit.notebook.batch_run.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
+    monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
     code, _, said = call(folder / "configs" / "b.yaml")
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"

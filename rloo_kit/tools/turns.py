@@ -8,9 +8,8 @@ import json
 from functools import cached_property
 from typing import Any
 
-from rloo_kit.data.sources import is_deep
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.system.input_files import DEEPEST
+from rloo_kit.system.input_files import DEEPEST, is_deep
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 Message = dict[str, Any]
@@ -127,7 +126,7 @@ class ToolFormat:
         if not text:
             return prompt
         if not isinstance(prompt, str):
-            last = max((number for number, one in enumerate(prompt) if one["role"] == "user"), default=-1)
+            last = max((number for number, message in enumerate(prompt) if message["role"] == "user"), default=-1)
             content = prompt[last]["content"]
             text = self._fuse(str(content), text)
             content = content + (text if isinstance(content, str) else [{"type": "text", "text": text}])
@@ -140,11 +139,11 @@ class ToolFormat:
                 "chat template renders it: give the text in the prompt, and return None"
             )
         text = self._fuse(head, text)
-        found = head + (self._follow(text) if prompt.endswith(tail) else text)
-        if limit is not None and (count := len(self.tokenizer(found)["input_ids"])) > limit:
-            with_it = f"with what the environment's reset returned ({excerpt(text, 60)}) a prompt has {count} tokens"
-            raise DataError(f"{with_it}; the limit is data.max_prompt_length={limit}: raise it, or return less")
-        return found
+        extended = head + (self._follow(text) if prompt.endswith(tail) else text)
+        if limit is not None and (count := len(self.tokenizer(extended)["input_ids"])) > limit:
+            problem = f"with what the environment's reset returned ({excerpt(text, 60)}) a prompt has {count} tokens"
+            raise DataError(f"{problem}; the limit is data.max_prompt_length={limit}: raise it, or return less")
+        return extended
 
     def _follow(self, text: str) -> str:
         """`text`, and what the template writes from there on, if a user's message ends with it."""

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from rloo_kit.batch.batch_file import Batch, BatchRun
 from rloo_kit.config.run import changed_keys
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError, shorten
-from rloo_kit.notebook.batch import Batch, BatchRun
 from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
 from rloo_kit.results.versus import RunComparison, compare_runs, page_values
 from rloo_kit.runs.checkpoints import STEM
@@ -108,12 +108,12 @@ def run_batch(
         raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
     if not hasattr(signal, "SIGKILL"):
         raise SetupError("a batch needs the signals of Linux and macOS; on Windows run it in WSL")
-    runner = Runner(batch, open_folder(batch, resume, overwrite), command)
+    runner = BatchRunner(batch, open_batch(batch, resume, overwrite), command)
     with handle_signals(ENDING, runner.note):
         return runner.run()
 
 
-def open_folder(batch: Batch, resume: bool = False, overwrite: bool = False) -> dict[str, RunStatus]:
+def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> dict[str, RunStatus]:
     """The statuses of the batch's runs, in order; raises and deletes as `run_batch` says."""
     statuses = find_statuses(batch.folder)
     if resume and overwrite:
@@ -183,7 +183,7 @@ def first_line(error: str) -> str:
     return shorten(error.strip().partition("\n")[0], 200)
 
 
-class Runner:
+class BatchRunner:
     """One call of `run_batch`; `statuses`: of the batch's runs, in order."""
 
     def __init__(self, batch: Batch, statuses: dict[str, RunStatus], command: str):

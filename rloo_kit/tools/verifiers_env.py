@@ -40,8 +40,9 @@ def read_versions(environment: str) -> dict[str, str]:
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")  # as the package finds it
     owner = module if installed_version(module) else metadata.packages_distributions().get(module, [module])[0]
     origin = getattr(importlib.util.find_spec(module), "origin", None) or ""
-    own = read_files(origin, [origin.rpartition("/")[0].rpartition("/")[0]])
-    return {f"version of {one}": own.get(one) or installed_version(one) or "unknown" for one in (package, owner, *own)}
+    digests = read_files(origin, [origin.rpartition("/")[0].rpartition("/")[0]])
+    sources = (package, owner, *digests)
+    return {f"version of {source}": digests.get(source) or installed_version(source) or "unknown" for source in sources}
 
 
 @functools.cache
@@ -51,23 +52,24 @@ def _load(name: str) -> tuple[Any, str, list[Any]]:
         vf, find_marked = _vf("."), _vf(".utils.decorators").discover_decorated
         env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": name}}))
     except Exception as error:  # of the user's package too
-        what = "a package with a vf.Taskset (not load_environment(), as before 0.4) and pip install 'verifiers>=0.4'"
-        raise ConfigError(f"rloo.environment: verifiers/{name} needs {what}: {describe_error(error)}") from None
+        need = "a package with a vf.Taskset (not load_environment(), as before 0.4) and pip install 'verifiers>=0.4'"
+        raise ConfigError(f"rloo.environment: verifiers/{name} needs {need}: {describe_error(error)}") from None
     kind, config = type(env.taskset).task_type(), env.taskset.config.task
     task, shared = kind(kind.data_type().model_construct(), config), env.taskset.toolsets(env.taskset.config)
     servers = [*kind.toolsets(config), *shared]
-    agents = {key: one for key, one in env.config if isinstance(one, vf.AgentConfig)}
-    for what, has_it in (
+    is_remote = any(server.config.url or server.config.runtime.type != "subprocess" for server in servers)
+    agents = {key: value for key, value in env.config if isinstance(value, vf.AgentConfig)}
+    for feature, has_it in (
         (f"{len(agents)} agents ({', '.join(agents)}), and a run has one model", len(agents) > 1),
         ("a harness of its own, and a run offers the task's tools only", vf.default_harness_id(name) != "bash"),
         ("tasks for a container (NEEDS_CONTAINER)", kind.NEEDS_CONTAINER),
-        ("a judge, another model", config.judges or any(isinstance(one, vf.JudgeConfig) for _, one in config)),
+        ("a judge, another model", config.judges or any(isinstance(value, vf.JudgeConfig) for _, value in config)),
         ("@vf.stop or @vf.intercept", task.hooks("stop") or find_marked(task, "intercept")),
-        ("tools of a remote server", any(one.config.url or one.config.runtime.type != "subprocess" for one in servers)),
+        ("tools of a remote server", is_remote),
         ("no @vf.reward", type(env) is vf.SingleAgentEnv and not task.hooks("reward")),
     ):
         if has_it:
-            raise ConfigError(f"rloo.environment: verifiers/{name} cannot be carried into a run: it has {what}")
+            raise ConfigError(f"rloo.environment: verifiers/{name} cannot be carried into a run: it has {feature}")
     for start in (env.start, *(server.setup for server in shared)):
         _loop().run_until_complete(start())
     return env, next(iter(agents)), shared
@@ -77,7 +79,8 @@ class VerifiersEnvironment:
     """An environment of `rloo.environment: verifiers/NAME`, for rows of `read_verifiers_rows`; raises as `_load`."""
 
     def __init__(self, name: str) -> None:
-        self.name, (self._env, self._seat, self._shared) = f"verifiers/{name}", _load(name)
+        self.name = f"verifiers/{name}"
+        self._env, self._seat, self._shared = _load(name)
         self._kind, self._config = type(self._env.taskset).task_type(), self._env.taskset.config.task
         self._servers = self._kind.toolsets(self._config)  # of the episode
         self._playing: Any = None  # the episode, as a task of the loop
@@ -85,7 +88,8 @@ class VerifiersEnvironment:
     def tools(self) -> list[Callable[..., Any]]:
         """The `@vf.tool` methods of the task's tool servers, under the names that the package gives them."""
         find = _vf(".utils.decorators").discover_decorated
-        return [self._as_tool(one, method) for one in self._servers + self._shared for method in find(one, "tool")]
+        servers = self._servers + self._shared
+        return [self._as_tool(server, method) for server in servers for method in find(server, "tool")]
 
     def reset(self, info: str, **row: Any) -> None:
         """Start the episode of a row; of its columns only `info` is read."""
@@ -104,12 +108,12 @@ class VerifiersEnvironment:
         """The next user messages after a turn without a call (none: it is over); `messages`: the completion so far."""
         if self._playing.done():
             return []
-        new = [one for one in messages[self._seen :] if one["role"] != "user"]
+        new = [message for message in messages[self._seen :] if message["role"] != "user"]
         called, answered = itertools.count(self._seen), itertools.count(self._seen)
-        for one in new:  # this process's copies get what an API has: ids of calls and their results, arguments as text
-            if one["role"] == "tool":
-                one["tool_call_id"] = f"call_{next(answered)}"
-            for call in one.get("tool_calls") or []:
+        for message in new:  # this process's copies get what an API has: ids of calls and results, arguments as text
+            if message["role"] == "tool":
+                message["tool_call_id"] = f"call_{next(answered)}"
+            for call in message.get("tool_calls") or []:
                 call["id"] = f"call_{next(called)}"
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         self._seen = len(messages)
@@ -174,18 +178,18 @@ class VerifiersEnvironment:
         if not answer:  # a limit of the run
             self._trace.stop("max_turns")
         typed = list(map(_vf(".dialects.chat").parse_message, [*new, *answer]))
-        for index, one in enumerate(typed):
-            parent, is_sampled = len(nodes) - 1 if nodes else None, index >= len(new) and one.role == "assistant"
-            nodes.append(vf.MessageNode(parent=parent, message=one, sampled=is_sampled))
+        for index, parsed in enumerate(typed):
+            parent, is_sampled = len(nodes) - 1 if nodes else None, index >= len(new) and parsed.role == "assistant"
+            nodes.append(vf.MessageNode(parent=parent, message=parsed, sampled=is_sampled))
         return vf.Segment(messages=typed[len(new) :], terminated=not answer)
 
     def _as_tool(self, server: Any, method: Any) -> Callable[..., Any]:
         @functools.wraps(method)
         def tool(*args: Any, **kwargs: Any) -> Any:
             _vf(".mcp.server")._call_state.set(self._trace.state)  # which the server reads as `self.state`
-            found = method(*args, **kwargs)
-            found = _loop().run_until_complete(found) if inspect.isawaitable(found) else found
-            return "" if found is None else found
+            result = method(*args, **kwargs)
+            result = _loop().run_until_complete(result) if inspect.isawaitable(result) else result
+            return "" if result is None else result
 
         tool.__name__ = "_".join(filter(None, (server.server_name, method.tool_name or method.__name__)))
         tool.__annotations__ = {name: hint for name, hint in get_type_hints(method).items() if name != "return"}
@@ -200,6 +204,6 @@ def _opening(name: str, data: dict[str, Any]) -> Messages:
     prompt = data["prompt"] or []
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     unfit = not messages or data["image"] or data["agent_user"] or data["skills"]
-    if unfit or not all(isinstance(one["content"], str) for one in messages):
+    if unfit or not all(isinstance(message["content"], str) for message in messages):
         raise ConfigError(f"{name} has tasks for a container, with skills, or without a text as their prompt")
     return [*([{"role": "system", "content": data["system_prompt"]}] if data["system_prompt"] else []), *messages]

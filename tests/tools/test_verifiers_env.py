@@ -12,11 +12,11 @@ from datasets import Dataset
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data
-from rloo_kit.data.tools import ToolHost, open_toolbox, read_library_rows
-from rloo_kit.data.verifiers_env import VerifiersEnvironment, read_verifiers_rows, read_versions
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tools.toolbox import ToolHost, open_toolbox, read_library_rows
+from rloo_kit.tools.verifiers_env import VerifiersEnvironment, read_verifiers_rows, read_versions
 
 needs_package = pytest.mark.skipif(not is_importable("verifiers"), reason="the package verifiers is not installed")
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rloo_kit.data.chat import embedded_tokenizer, render_prompt
-from rloo_kit.data.tool_turns import ToolFormat
+from rloo_kit.data.chat import render_prompt
+from rloo_kit.data.light_tokenizer import embedded_tokenizer
 from rloo_kit.errors import DataError
+from rloo_kit.tools.turns import ToolFormat
 
 TOKENIZER = embedded_tokenizer("untaught", "compact")
 FORM = ToolFormat(TOKENIZER, True)
