@@ -48,8 +48,7 @@ def lengths(run: RunConfig) -> tuple[int, int, int, int | None]:
     ids=str,
 )
 def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any, expected: tuple[Any, ...]) -> None:
-    """A short file used to get K = 2, one group of four, the summed KL that SKILL.md warns of, and 512 tokens for a
-    model that thinks for thousands."""
+    """A short file got K = 2, one group, the summed KL, and 512 tokens for a model that thinks for thousands."""
     run = build(model)
     assert lengths(run) == expected
     assert (run.rloo.num_generations, run.rloo.prompts_per_generation) == (8, 4)

@@ -27,6 +27,17 @@ WRONG = {
     "rloo.num_generatons=4": "rloo.num_generatons: unknown|did you mean rloo.num_generations?",
     "rewards.0.wieght=1": "rewards.0.wieght: unknown|did you mean rewards.0.weight?",
     "data.max_completion_length=9": "data.max_completion_length: unknown|did you mean rloo.max_completion_length?",
+    # overrides that do not reach a key, and must not create one
+    "rloo.beta": "'rloo.beta' is not of the form section.key=value",
+    "rloo..beta=3": "is not of the form",
+    "model.name.x=3": "model.name is 'embedded/thinking', which has no keys below it",
+    "rewards.1.weight=3": "rewards is a list of 1; use an index below that",
+    "reward.0.name=b": "did you mean rewards.0.name?",
+    "reward.nmae=b": "did you mean rewards.0.name?",
+    "rewards.name=b": "did you mean rewards.0.name?",
+    "rewards[0].name=b": "did you mean rewards.0.name?",
+    "rlo.beta=1": "did you mean rloo.beta?",
+    "eval.pass_at_k.0=3": "set eval.pass_at_k=[...]",
     # wrong types
     "rloo.max_steps=many": "rloo.max_steps: is 'many'|valid integer",
     "rloo.max_steps=true": "rloo.max_steps: is true|number",

@@ -254,8 +254,7 @@ def test_windows_under_another_name(make_tiny_model: Any) -> None:
 
 
 def test_no_adapter_outside_the_text_model(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """AutoModelForCausalLM loads Gemma 3 with its vision tower, whose layers have the names of the text model's: six
-    adapters there were saved and never trained."""
+    """AutoModelForCausalLM loads Gemma 3 with its vision tower: six adapters there were saved and never trained."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     sight = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

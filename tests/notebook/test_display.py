@@ -38,16 +38,14 @@ def make_evaluation(*samples: dict[str, Any], label: str = "") -> Evaluation:
     return Evaluation(label, 10, 1, 1.0, 48, samples=list(samples))
 
 
-def luminance(color: str) -> float:
-    channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
+def contrast(*colors: str) -> float:
     """As WCAG 2 defines it."""
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
+    lights = []
+    for color in colors:
+        channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
 def html_of(shown: Any) -> str:
@@ -70,8 +68,7 @@ def test_colors_read_well_on_either_ground() -> None:
 
 
 def test_evaluations_during_training_are_a_curve_of_their_own() -> None:
-    """A reward that is gamed rises while the held-out measure falls; the plot showed the first alone. Most rows have
-    none, which is no missing number."""
+    """A gamed reward rises while the held-out measure falls. Most rows have none, which is no missing number."""
     rows = thinking_rows(30, kl=0.1)
     for step, accuracy in ((10, 0.5), (20, 0.25)):
         rows[step - 1] |= {"eval/accuracy": accuracy, "eval/reward": accuracy}
@@ -147,9 +144,8 @@ def test_completions_side_by_side() -> None:
 
 
 def test_completions_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `papermill --log-output`, a terminal and a script show, which prints it, since the last line of a cell shows
-    nothing there; an object's address is no help. Without a right answer nothing is called wrong, and a model that does
-    not think has no thinking to show."""
+    """What a log, a terminal and a script show, which prints it; an object's address is no help. Without a right answer
+    nothing is called wrong, and a model that does not think has no thinking to show."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
     assert repr(shown) == shown._repr_mimebundle_()["text/plain"] == capsys.readouterr().out.rstrip("\n")

@@ -65,14 +65,10 @@ def test_what_the_last_error_holds_is_given_back(monkeypatch: pytest.MonkeyPatch
     kernel.release_memory(verbose=False)
     assert held[0]() is None and "torch" not in sys.modules
     assert str(caught.value) == "second" and str(caught.value.__cause__) == "'first'"
-
-
-def test_the_names_of_a_failed_cell_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell's frame has the notebook's own names as its variables: clearing it must not clear those."""
-    names: dict[str, Any] = {}
-    with pytest.raises(ZeroDivisionError) as caught:
+    names: dict[str, Any] = {}  # a cell's frame has the notebook's own names as its variables, which stay
+    with pytest.raises(ZeroDivisionError) as of_a_cell:
         exec("policy = [1, 2, 3]\n1 / 0", names)
-    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    monkeypatch.setattr(sys, "last_value", of_a_cell.value, raising=False)
     kernel.release_memory(verbose=False)
     assert names["policy"] == [1, 2, 3]
 

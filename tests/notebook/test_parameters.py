@@ -115,14 +115,10 @@ def test_text_is_understood(name: str, given: Any, override: str) -> None:
         assert run.name == str(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("true", True), ("yes", True), (1, True), (True, True), ("False", False), ("off", False), (0, False)],
-)
-def test_switches_are_understood(given: Any, meant: bool) -> None:
+def test_switches_are_understood() -> None:
     """`-p overwrite true` arrives as the text 'true', and `bool("false")` is True."""
-    assert read(with_value("overwrite", given)).overwrite is meant
-    assert read(with_value("resume", given)).resume is meant
+    for given, meant in {"true": True, "yes": True, 1: True, "False": False, "off": False, 0: False}.items():
+        assert read(with_value("overwrite", given)).overwrite is read(with_value("resume", given)).resume is meant
 
 
 @pytest.mark.parametrize(
@@ -204,25 +200,16 @@ def test_without_cells_known_names_count(extra: dict[str, Any]) -> None:
         read_parameters({"max_steps": 3} | extra)
 
 
-def test_text_stays_text_in_overrides() -> None:
-    """`data.answer_after="####"` was null in the run, and a backslash outside of quotes was gone."""
-    items = (
-        'data.answer_after="####" \'data.system_prompt=Be brief # "no" filler\' sft.prompt_column=\\boxed run.name=007'
-    )
-    run = kit.load_config(*[(found := read(with_value("overrides", items))).config, *found.overrides])
-    assert (run.data.answer_after, run.data.system_prompt) == ("####", 'Be brief # "no" filler')
-    assert (run.sft.prompt_column, run.name) == ("\\boxed", "007")
-
-
 @pytest.mark.parametrize(
     ("text", "prompt"),
     [
         (r'"say \"hi\" now"', 'say "hi" now'), (r'"a\\b \d"', r"a\b \d"), (r"'a \"b\" \\'", r'a \"b\" \\'),
-        (r"\"x\"\ y", '"x" y'), (r"it\'s", "it's"), (r"a\b", r"a\b"), (r'"it\'s"', r"it\'s"),
+        (r"\"x\"\ y", '"x" y'), (r"it\'s", "it's"), (r"a\b", r"a\b"), (r'"it\'s"', r"it\'s"), ('"####"', "####"),
+        ("'Be brief # \"no\" filler'", 'Be brief # "no" filler'), (r"\boxed", r"\boxed"), ("007", "007"),
     ],
 )  # fmt: skip
 def test_quotes_are_escaped_as_on_the_command_line(text: str, prompt: str) -> None:
-    """The run had say \\hi\\ now: a backslash stayed, and the quotes were gone."""
+    """The run had say \\hi\\ now: a backslash stayed, and the quotes were gone. `answer_after="####"` was null."""
     assert read(with_value("overrides", f"data.system_prompt={text}")).overrides == [f"data.system_prompt={prompt}"]
 
 

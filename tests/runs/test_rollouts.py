@@ -192,8 +192,7 @@ def test_a_line_that_is_no_row_is_passed_over(path: Path, line: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
-    """A folder or a pipe instead of the file, a name that is too long, a compressed file that is not one; and the NaN
-    of other writers, which is not JSON, is None."""
+    """A folder, a pipe, a name that is too long, a compressed file that is not one; NaN, which is not JSON, is None."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.gz").write_bytes(b'{"step": 1}\n')
     for name in ("missing", ".", "pipe", "x" * 5000, "nul\0"):

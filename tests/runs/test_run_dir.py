@@ -75,21 +75,25 @@ def contents(folder):
 
 
 def test_a_new_folder_records_what_the_run_is(run):
-    """A result cannot be reproduced without its configuration and versions. Passwords were hidden in the command that
-    made the run, but not in the one that resumes it."""
+    """A result cannot be reproduced without its configuration and versions, and a run that died would stay "running"
+    for whoever polls its status. Passwords were hidden in the command that made it, but not in the one that resumes."""
     words = "rloo-kit train x.yaml rollout.server_url=http://me:s3cret@host:1"
-    with pytest.raises(RuntimeError), RunDir.create(run) as run_dir:
-        assert run_dir.status()["state"] == "running"
-        run_dir.resume_command = f"{words} --resume"
-        run_dir.set_status("running", command=words)
-        raise RuntimeError
-    status = RunDir(run.folder).status()
+    for error, state in ((KeyboardInterrupt(), "interrupted"), (ValueError("bad"), "failed")):
+        with pytest.raises(type(error)), RunDir.create(run, overwrite=True) as run_dir:
+            assert run_dir.status()["state"] == "running"
+            run_dir.resume_command = f"{words} --resume"
+            run_dir.set_status("running", command=words)
+            raise error
+        status = RunDir(run.folder).status()
+        assert status["state"] == state and status["error"] == f"{type(error).__name__}: {error}".removesuffix(": ")
     assert status["resume"] == "rloo-kit train x.yaml rollout.server_url=http://(hidden) --resume"
     assert "s3cret" not in (run.folder / "status.json").read_text()
     text = (run.folder / "config.yaml").read_text()
     assert text.endswith(run.to_yaml()) and run_dir.id in text.splitlines()[0] and RunDir(run.folder).id == run_dir.id
     found = json.loads((run.folder / "versions.json").read_text())
     assert found["versions"]["python"].startswith("3.") and set(found["git"]) == {"revision", "changed"}
+    with RunDir.create(run, resume=True) as run_dir:
+        assert "error" not in run_dir.status(), "what was wrong before is over"
 
 
 @pytest.mark.parametrize("left", ["", "checkpoints", "metrics", "rollouts"])
@@ -170,8 +174,7 @@ WAYS = {
                       ("optimizer.pt", "zeroed"), ("optimizer.pt", "deleted"), ("optimizer.pt", "flipped")]
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way, capsys):
-    """Each of these ended in a traceback or went unnoticed: without its scheduler file a run continued at its peak
-    learning rate."""
+    """Each ended in a traceback or went unnoticed: without its scheduler file a run continued at its peak rate."""
     begin(run, step=6)
     newest = run.folder / "checkpoints" / "checkpoint-6"
     WAYS[way](newest / name)
@@ -257,8 +260,7 @@ def test_files_that_the_run_could_not_write_are_refused(run):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_does_not_hold_the_lock(run):
-    """A data loader's worker outlived a killed run, and its folder was "being written by another process", which was
-    dead."""
+    """A data loader's worker outlived a killed run, and its folder was "being written by another process"."""
     reader, writer = os.pipe()
     begun, begins = os.pipe()
     run_dir = RunDir.create(run)
@@ -339,8 +341,7 @@ def test_a_full_disk_is_said_in_a_line(run):
 
 
 def test_a_run_is_written_by_one_at_a_time(run):
-    """Two jobs with one name would each truncate the other's metrics. A mistyped name with --resume would start from
-    step 0 and look like a resume."""
+    """Two jobs with one name would truncate each other's metrics; a mistyped --resume would start from step 0."""
     with pytest.raises(RunNotFoundError, match="start it without --resume"):
         RunDir.create(run, resume=True)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
@@ -349,19 +350,6 @@ def test_a_run_is_written_by_one_at_a_time(run):
         RunDir.create(run, resume=True)
     with RunDir.create(run, resume=True) as again:
         assert again.resumed
-
-
-def test_how_a_run_ended_is_recorded(run):
-    """A run that died would stay "running" for anyone who polls its status."""
-    for error, state in ((ValueError("bad"), "failed"), (KeyboardInterrupt(), "interrupted")):
-        with pytest.raises(type(error)), RunDir.create(run, overwrite=True) as run_dir:
-            run_dir.resume_command = "rloo-kit train x.yaml --resume"
-            raise error
-        status = RunDir(run.folder).status()
-        assert status["state"] == state and status["error"] == f"{type(error).__name__}: {error}".removesuffix(": ")
-        assert status["resume"] == "rloo-kit train x.yaml --resume"
-    with RunDir.create(run, resume=True) as run_dir:
-        assert "error" not in run_dir.status(), "what was wrong before is over"
 
 
 @pytest.mark.parametrize(("name", "reason"), [("a_file/x", "Not a directory"), ("y" * 300, "File name too long")])

@@ -41,15 +41,13 @@ def find_leaks(data: bytes) -> list[str]:
     return [name for name, value in values.items() if any(form in data for form in forms(value))]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_search_finds_each_form(name):
+def test_the_search_finds_each_form():
     """A search that cannot find anything would pass for ever."""
-    value = CANARIES[name]
-    for text in (value, quote(value, safe=""), json.dumps({"a": value}), value.encode().hex()):
-        assert find_leaks(b"before " + text.encode() + b" after") == [name]
-    for before in ("", "a", "ab", "abc", "Bearer "):
-        encoded = base64.b64encode(f"{before}{value} and more".encode())
-        assert find_leaks(encoded) == [name]
+    for name, value in CANARIES.items():
+        for text in (value, quote(value, safe=""), json.dumps({"a": value}), value.encode().hex()):
+            assert find_leaks(b"before " + text.encode() + b" after") == [name]
+        for before in ("", "a", "ab", "abc", "Bearer "):
+            assert find_leaks(base64.b64encode(f"{before}{value} and more".encode())) == [name]
     assert not find_leaks(b"HF_TOKEN found in .env")
 
 

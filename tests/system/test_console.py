@@ -151,8 +151,7 @@ def test_tables_are_plain_outside_a_terminal(run_fresh: Run, variables: dict[str
 
 
 def test_tables_have_colour_and_the_terminals_width(repository: Path, tmp_path: Path) -> None:
-    """Plain text everywhere would have been the easy way; and with tables of 100 columns in a terminal of 80 every line
-    wrapped."""
+    """Plain text everywhere would be easy; and tables of 100 columns wrapped every line in a terminal of 80."""
     for columns in (80, 120):
         seen = on_a_terminal(TABLE, repository, tmp_path, width=columns, NO_COLOR="", COLORTERM="")
         assert "\x1b[31m" in seen

@@ -81,10 +81,18 @@ def test_aliases_work_and_what_yaml_holds_stays() -> None:
         ('a: "\\U00110000"', "an escape"),
         ("%YAML 1.0\n---\na: 1", "%YAML"),
         ("? [a]\n: b", "a list or a mapping as a key"),
+        ("rloo:\n  beta: 1\n  beta: 2", 'a.yaml:4: not readable as YAML: found duplicate key "beta"'),
+        ("rloo: [1", "a.yaml:3:"),
+        ("- a\n- b", "a.yaml: contains a list; it needs a mapping of sections"),
+        ("a: 1\n\tb: 2", "a.yaml:3:"),
+        ("a: 1\n---\nb: 2", "a.yaml:3: not readable as YAML: but found another document"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a:\n  b: " + "9" * 5000, "5000 digits"),
     ],
 )
 def test_a_value_that_no_config_holds_has_its_line(text: str, found: str) -> None:
-    """Tracebacks of ruamel's (KeyError: 'x', IndexError), or of Python's where such a value was printed."""
+    """Tracebacks of ruamel's (KeyError: 'x', IndexError), or of Python's where such a value was printed. And PyYAML
+    keeps the last of two equal keys without a word: the run used an unintended beta."""
     with pytest.raises(ConfigError) as caught:
         read_yaml(f"# header\n{text}\n", "a.yaml")
     assert found in str(caught.value)

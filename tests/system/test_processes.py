@@ -87,38 +87,30 @@ def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
 # ---- the backend
 
 
-@pytest.mark.parametrize("how", ["argument", "variable", "imported", "found"])
-def test_several_processes_take_transformers(how, be, monkeypatch):
+def test_several_processes_take_transformers(be, monkeypatch):
     """Unsloth would have been taken without a word, and hung or trained one copy a GPU."""
     monkeypatch.setattr(environment, "is_importable", lambda name: True)
-    if how == "variable":
-        monkeypatch.setenv(environment.BACKEND_VARIABLE, "unsloth")
-    if how == "imported":
-        monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     be(1, 4)
     why = "4 processes, and Unsloth trains on one GPU"
-    if how == "found":
-        assert environment.choose_backend("auto", GPU, "") == ("transformers", why)
-    else:
+    assert environment.choose_backend("auto", GPU, "") == ("transformers", why)
+    for requested, variable, imported in (("unsloth", "", None), ("auto", "unsloth", None), ("auto", "", object())):
+        monkeypatch.setenv(environment.BACKEND_VARIABLE, variable)
+        monkeypatch.setitem(sys.modules, "unsloth", imported)
         with pytest.raises(SetupError, match=why):
-            environment.choose_backend("unsloth" if how == "argument" else "auto", GPU, "")
+            environment.choose_backend(requested, GPU, "")
 
 
 @pytest.mark.parametrize(
-    ("backend", "variable", "message"),
-    [
-        ("unsloth", None, "set model.backend=transformers"),  # in a notebook whose set-up did not name it
-        ("auto", "ACCELERATE_USE_FSDP", "FSDP cannot shard 4-bit weights"),
-    ],
+    ("backend", "fsdp", "message"),  # the first in a notebook whose set-up did not name it
+    [("unsloth", False, "set model.backend=transformers"), ("auto", True, "FSDP cannot shard 4-bit weights")],
 )
-def test_a_config_that_several_processes_cannot_have_is_refused(backend, variable, message, be, monkeypatch):
+def test_a_config_that_several_processes_cannot_have_is_refused(backend, fsdp, message, be, monkeypatch):
     """accelerate keeps 4-bit weights whole on each GPU under FSDP 2: sharding would save nothing, without a word."""
     from rloo_kit.models.policy import _choose
 
     be(0)
-    if variable:
-        monkeypatch.setenv(variable, "true")
-    model = SimpleNamespace(backend=backend, load_in_4bit=variable is not None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp).lower())
+    model = SimpleNamespace(backend=backend, load_in_4bit=fsdp)
     with pytest.raises(BackendError, match=message):
         _choose(SimpleNamespace(model=model), SimpleNamespace(unsloth=None))
     model.backend, model.load_in_4bit = "auto", False
@@ -271,6 +263,14 @@ def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, messa
     assert message in text and bool(text) == bool(message)
 
 
+@pytest.fixture
+def callbacks(monkeypatch):
+    from rloo_kit.loop import callbacks
+
+    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
+    return callbacks
+
+
 def wait_for_a_reward(seconds):
     """As a step that waits for an async reward."""
     from rloo_kit.rewarding.guard import guard
@@ -283,44 +283,34 @@ def wait_for_a_reward(seconds):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_step_that_waits_for_a_reward(monkeypatch, capsys, number):
+def test_a_signal_ends_a_step_that_waits_for_a_reward(callbacks, capsys, number):
     """A judge that accepts a request and never replies held the step, and with it the process, for six minutes. What
     comes in time is waited for; a signal before the step asks the judge works too."""
-    from rloo_kit.loop import callbacks
-    from rloo_kit.rewarding.guard import PENDING
-
-    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
     with callbacks.Interrupts() as interrupts:
         os.kill(os.getpid(), number)
         assert wait_for_a_reward(0.2) == wait_for_a_reward(0.2) == [1.0] and interrupts.requested
         time.sleep(0.5)  # samples again, without a reward to wait for
         with pytest.raises(KeyboardInterrupt):
             wait_for_a_reward(60.0)
-        (call,) = PENDING
-    assert call.cancelled() and not PENDING
+        (call,) = callbacks.PENDING
+    assert call.cancelled() and not callbacks.PENDING
     assert "no reward came in 3 s: stopping at once" in capsys.readouterr().out
 
 
-def test_no_signal_comes_while_the_state_is_saved(monkeypatch):
+def test_no_signal_comes_while_the_state_is_saved(callbacks):
     """After a second Ctrl-C the reward is still due: a third one of the kit's own would cut the checkpoint off."""
-    from rloo_kit.loop import callbacks
-    from rloo_kit.rewarding.guard import PENDING
-
-    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
     with callbacks.Interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             wait_for_a_reward(60.0)
-        assert PENDING
+        assert callbacks.PENDING
         time.sleep(3.5)  # saves
-    assert not PENDING
+    assert not callbacks.PENDING
 
 
-def test_without_a_signal_a_reward_may_take_its_time(monkeypatch):
+def test_without_a_signal_a_reward_may_take_its_time(callbacks, monkeypatch):
     """Guards against a run that ends because its judge is slow, and a thread that ends what comes after the run."""
-    from rloo_kit.loop import callbacks
-
     monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 0.2)
     with callbacks.Interrupts():
         assert wait_for_a_reward(0.8) == [1.0]
@@ -330,10 +320,8 @@ def test_without_a_signal_a_reward_may_take_its_time(monkeypatch):
     assert not any(thread.name == "rloo-kit-interrupts" for thread in threading.enumerate())
 
 
-def test_one_ctrl_c_that_comes_twice_counts_once(be):
+def test_one_ctrl_c_that_comes_twice_counts_once(be, callbacks):
     """Terminal and launcher both pass it on: the second one would have cut the step off in the middle."""
-    from rloo_kit.loop import callbacks
-
     be(0)
     with callbacks.Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
