@@ -114,6 +114,7 @@ print(kit.plan_vram(run))
 # large ones, with no effect at first.
 
 # %%
+prepared = kit.check(run)  # what is wrong with file, data and rewards, before the model is loaded
 policy = kit.load_policy(run)
 print(policy.describe())
 
@@ -124,7 +125,7 @@ print(policy.describe())
 # parts. A prompt may come with the right answer, for rewards that compare with it.
 
 # %%
-data = kit.load_data(run, policy.tokenizer)
+data = kit.load_data(run, policy.tokenizer, prepared=prepared)
 print(data)
 print("\nThe first training prompt:", data.train[0]["prompt"], sep="\n")
 print("its answer in the data:", data.train[0].get("answer"))

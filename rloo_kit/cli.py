@@ -158,15 +158,15 @@ def say_activation() -> None:
         say(f"  (first, once per shell: source {shlex.quote(nearby if nearby[:2] != '..' else str(script))})")
 
 
-def prepare(run: "RunConfig") -> "tuple[Policy, Data]":
-    """Set up, load policy and data, and print a line for each."""
+def prepare(run: "RunConfig", prepared: "Data | None") -> "tuple[Policy, Data]":
+    """Set up, load policy and data, and print a line for each; `prepared`: what `check` returned."""
     import rloo_kit as kit
 
     say(kit.setup_environment(run.model.backend).describe())
     started = time.monotonic()
     policy = kit.load_policy(run)
     say(fill_text(f"policy: {policy.describe()}, loaded in {time.monotonic() - started:.0f} s"))
-    data = kit.load_data(run, policy.tokenizer)
+    data = kit.load_data(run, policy.tokenizer, prepared=prepared)
     say(f"data: {data}")
     return policy, data
 
@@ -239,7 +239,7 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved config with every key, and warnings for what would stop the run on this machine."""
     run = read_config(file, overrides)
     print(run.to_yaml(), end="", flush=True)
-    from rloo_kit.checks.cheap import find_faults
+    from rloo_kit.checks.faults import find_faults
 
     for fault in find_faults(run):
         print(f"rloo-kit: warning: {fault}", file=sys.stderr)
@@ -269,16 +269,16 @@ def preflight(
     """Check whether a run can learn, in about a rollout's time: GO, or NO-GO with every problem and exit code 1."""
     run = read_config(file, overrides)
     with redirect_stdout(sys.stderr) if json else nullcontext():
-        from rloo_kit.checks.cheap import find_faults
+        import rloo_kit as kit
         from rloo_kit.checks.preflight_result import Preflight
-        from rloo_kit.system.problems import errors_of
+        from rloo_kit.system.problems import PreflightError
 
-        faults = find_faults(run)
-        found = Preflight(run.run.name or "", tuple(faults))
-        if not errors_of(faults):  # the checks without the model come first
-            policy, data = prepare(run)
-            import rloo_kit as kit
-
+        try:
+            prepared = kit.check(run)
+        except PreflightError as error:
+            found = Preflight(run.run.name or "", error.faults)
+        else:
+            policy, data = prepare(run, prepared)
             found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
     print(dumps(found.to_dict(), indent=2) if json else found)
     raise Exit(0 if found.go else 1)
@@ -287,13 +287,12 @@ def preflight(
 @command()
 def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train on demonstrations before RLOO, for a model that solves nothing yet."""
-    from rloo_kit.checks.cheap import refuse_worked_faults
+    from rloo_kit.checks.faults import FolderUse, check
     from rloo_kit.runs.folder import check_folder, open_folder
 
     run, words = read_config(file, overrides), overrides or []
     check_folder(run, overwrite)
-    refuse_worked_faults(run)
-    policy, data = prepare(run)
+    policy, data = prepare(run, check(run, FolderUse(overwrite=True), worked=True))
     from rloo_kit.loop.sft import check_demonstrations, next_command, train_and_report
 
     worked = check_demonstrations(run, policy, data)
@@ -343,7 +342,7 @@ def train(
         raise Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
     if processes is not None:
         raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
-    from rloo_kit.checks.cheap import FolderUse, refuse_faults
+    from rloo_kit.checks.faults import FolderUse, check
     from rloo_kit.results.verdict import is_over, judge_run, load_evaluation, load_result
     from rloo_kit.runs.folder import RunDir
 
@@ -355,16 +354,15 @@ def train(
         say(verdict)
         say_activation()
         return
-    refuse_faults(run, folder=FolderUse(resume, overwrite))
+    prepared = check(run, FolderUse(resume, overwrite))
     with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
         words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
         run_dir.resume_command = shlex.join([*words, "--resume"])
         run_dir.accepts_changes = accept_changes
         run_dir.set_status("running", command=shlex.join(words))
         try:
-            policy, data = prepare(run)
-            from rloo_kit.loop.training import run_and_report
-            from rloo_kit.preflight.preflight import require_go
+            policy, data = prepare(run, prepared)
+            from rloo_kit.loop.training import require_go, run_and_report
             from rloo_kit.rewarding.registry import build_rewards
 
             rewards = build_rewards(run, policy.tokenizer)
@@ -434,6 +432,7 @@ def evaluate(
     json: JsonLine = False,
 ) -> None:
     """Evaluate a run's initial model, or a trained adapter, on its held-out prompts."""
+    from rloo_kit.checks.faults import check
     from rloo_kit.config.yaml_files import write_value
     from rloo_kit.runs.find import weights_of
 
@@ -442,7 +441,7 @@ def evaluate(
         key, folder = weights_of(adapter, "--adapter")
         overrides.append(f"model.{key}={write_value(str(folder))}")
     run = read_config(file, overrides)
-    policy, data = prepare(run)
+    policy, data = prepare(run, check(run))
     from rloo_kit.collective import end_processes
     from rloo_kit.evals.evaluate import evaluate as measure
 

@@ -117,7 +117,7 @@ class Bench:
         from rloo_kit import load_policy
 
         self.keep_on_cpu()
-        policy = load_policy(run, check=False)
+        policy = load_policy(run)
         self.keep_on_cpu()
         if policy.backend != self.backend:
             raise AssertionError(f"the policy came through {policy.backend}: {policy.reason}")

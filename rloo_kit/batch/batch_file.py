@@ -17,13 +17,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.config.run import load_config
 from rloo_kit.config.section import Section, apply_override, explain_errors, suggest
-from rloo_kit.config.yaml_files import Key, read_file
+from rloo_kit.config.yaml_files import read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
 from rloo_kit.system.input_files import (
+    Key,
     expand_user,
     find_input,
     from_here,

@@ -1,26 +1,15 @@
 """Call the rewards of a run before its model is loaded, on made-up completions of a row of its data."""
 
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rloo_kit.completion import Completion, Episode
-from rloo_kit.config.model_names import SMOLLM2, smollm2_folder
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
-from rloo_kit.data.chat import check_budget, family_of, template_options
+from rloo_kit.data.chat import template_options
 from rloo_kit.data.gym import require_library
-from rloo_kit.data.light_tokenizer import LightTokenizer, embedded_tokenizer, read_tokenizer
-from rloo_kit.data.load import needs_stack, prepare_data
-from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
-from rloo_kit.plan import parts
-from rloo_kit.plan.parts import own_bytes
-from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
-from rloo_kit.plan.shapes import find_in_cache, read_adapter
 from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
@@ -31,12 +20,8 @@ from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
 from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker
-from rloo_kit.runs.folder import RunDir
-from rloo_kit.system.gpu import GIB
-from rloo_kit.system.input_files import looked_for, places_of
-from rloo_kit.system.problems import Problem, catching, errors_of, warn, warnings_of
-from rloo_kit.system.processes import is_main_process
-from rloo_kit.system.versions import check_trackers, is_importable
+from rloo_kit.system.problems import Problem, catching
+from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
 from rloo_kit.tools.turns import ToolFormat
@@ -99,21 +84,6 @@ def find_reward_faults(
     return faults + _find_no_signal(scores, [getattr(one, "weight", 1.0) for one in weighted], names)
 
 
-def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> list[Problem]:
-    """Problems of `rloo.tools` and `rloo.environment`: imports them in their process, makes their schemas and, with a
-    tokenizer, lets the chat template render them. Nothing is called."""
-    faults: list[Problem] = []
-    with catching("tools", faults):
-        if open_toolbox(run) is not None and tokenizer is not None:
-            ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
-    longest, result = run.rloo.max_completion_length, run.rloo.tool_result_tokens
-    if run.rloo.has_tools and result >= longest:
-        found = f"rloo.tool_result_tokens is {result}, and a completion holds {longest} tokens, results included"
-        fix = f"set rloo.tool_result_tokens={max(longest // 4, 1)} or a larger rloo.max_completion_length"
-        faults.append(Problem("tools", found, fix, level="warning"))
-    return faults
-
-
 def _make_completions(run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any]) -> dict[str, Completion]:
     """Completions of a row, as the loop would pass them, by what each represents."""
     opening = f"{THOUGHT}{THINK_END}\n\n" if thinking else ""
@@ -154,7 +124,7 @@ def _build(run: RunConfig, tokenizer: Any | None, index: int, key: str) -> Any:
     return build_reward(run, tokenizer, entry, key)
 
 
-def _check_row_rewards(run: RunConfig, side: Any) -> None:
+def check_row_rewards(run: RunConfig, side: Any) -> None:
     """Refuse, with DataError, a row whose column `rewards` names none of the run's, or another one."""
     if ROW_REWARDS not in side.source.other_names:
         return
@@ -166,7 +136,7 @@ def _check_row_rewards(run: RunConfig, side: Any) -> None:
             raise DataError(f"{found}{', '.join(names)}; name some of these, or leave it empty for all of them")
 
 
-def _find_code_faults(run: RunConfig, side: Any, kind: str, faults: list[Problem]) -> set[int]:
+def find_code_faults(run: RunConfig, side: Any, kind: str, faults: list[Problem]) -> set[int]:
     """Rows that `code_reward` cannot score; `kind` names them. An error if their tests have a form that it does not
     read, or if it can score no row; else a warning."""
     unscored: set[int] = set()
@@ -191,7 +161,7 @@ def _find_code_faults(run: RunConfig, side: Any, kind: str, faults: list[Problem
     return unscored
 
 
-def _find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
+def find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Problem]:
     """Problems of `eval.judge`: its column of references, its endpoint and template. `row`: held-out, None: unknown."""
     faults: list[Problem] = []
     with catching("judge", faults):
@@ -274,172 +244,3 @@ def _find_no_signal(scores: list[list[float | None] | None], weights: list[float
     found = f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
     found += "nonsense alike, on the first row; what earns the same teaches nothing"
     return [Problem("rewards", found, level="warning")]
-
-
-class PreflightError(RlooKitError, ValueError):
-    """A run has problems that keep it from starting, listed in `faults`, warnings included. `found` completes the
-    sentence "N problems, found ..."; the default is "before any weights were loaded"."""
-
-    def __init__(self, faults: Sequence[Problem], found: str = ""):
-        self.faults = tuple(faults)
-        lines = [str(fault) for fault in errors_of(faults)]
-        if len(lines) > 1 or found:
-            count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
-            lines.insert(0, f"{count}, found {found or 'before any weights were loaded'}")
-        super().__init__("\n".join([*lines, *(f"warning: {fault}" for fault in warnings_of(faults))]))
-
-
-def raise_errors(faults: Sequence[Problem]) -> None:
-    """Raise PreflightError if one of the problems is an error; else print the warnings."""
-    if errors_of(faults):
-        raise PreflightError(faults)
-    warn(faults)
-
-
-@dataclass(frozen=True)
-class FolderUse:
-    """How the run's folder will be opened; see `RunDir.create`."""
-
-    resume: bool = False
-    overwrite: bool = False
-
-
-def find_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> list[Problem]:
-    """Every problem of a run that can be found without its weights.
-
-    Args:
-        tokenizer: the policy's, if it is loaded. None looks for its files on this machine and skips what needs it if
-            there are none. With a tokenizer, sources that need the stack are read too.
-        folder: None skips the check that the run's folder is free.
-
-    Returns:
-        The problems in the order of the checks: machine, row, tools, data, rewards, folder, disk, trackers.
-    """
-    faults = find_machine_faults(run)
-    loaded = tokenizer is not None
-    with catching("row", faults):
-        tokenizer = tokenizer or find_tokenizer(run)
-    row, held_out, thinking = None, None, True
-    if tokenizer is not None:
-        with catching("row", faults):
-            family, thinking = family_of(run, tokenizer)
-            check_budget(run, family)
-    unusable = errors_of(found := find_tool_faults(run, tokenizer, thinking))
-    faults += found
-    if tokenizer is not None and (loaded or not needs_stack(run)):
-        plain = {"rloo": run.rloo.model_copy(update={"tools": [], "environment": None})} if unusable else {}
-        with catching("data", faults):
-            prepared = prepare_data(run.model_copy(update=plain), tokenizer)
-            train, test = prepared.train, prepared.test
-            row, held_out = (None, None) if unusable else (train.row(0), test.row(0) if test.rows else None)
-            run.check_prompts(len(train.rows))
-            _check_row_rewards(run, train)
-            unscored = _find_code_faults(run, train, "rows", faults)
-            _find_code_faults(run, test, "held-out rows", faults)
-            if row is not None:  # the rewards are tried on one that can be scored
-                row = train.row(next((index for index, one in enumerate(train.rows) if one not in unscored), 0))
-    faults += find_reward_faults(run, tokenizer, thinking, row) + _find_judge_faults(run, held_out)
-    names = [name for entry in run.rewards for name in dict.fromkeys((entry.name, entry.name.rpartition(":")[2]))]
-    if not unusable and (toolbox := open_toolbox(run)) is not None and toolbox.owns_reward:
-        names.append(str(toolbox.environment))
-    known = ["auto", "accuracy", "reward", *names]
-    if run.eval.every_steps and run.eval.measure not in known:
-        level = "warning" if folder is None else "error"  # without a folder the rewards may be made in Python
-        fix = f"set it to one of {', '.join(known)}"
-        faults.append(Problem("rewards", f"eval.measure is {run.eval.measure}", fix, level=level))
-    return faults + find_place_faults(run, folder)
-
-
-def find_machine_faults(run: RunConfig) -> list[Problem]:
-    """The first part of `find_faults`: the folders of model and adapter, and whether the model fits the machine."""
-    faults: list[Problem] = []
-    name, adapter = run.model.name, run.model.adapter
-    is_path = not run.model.is_embedded and (name.startswith((".", "/", "~")) or name.count("/") > 1)
-    with catching("machine", faults):
-        for key, folder in (("model.name", name if is_path else None), ("model.adapter", adapter)):
-            if folder is not None and not Path(folder).expanduser().is_dir():
-                places = places_of(folder, key, run.source and run.source.parent)
-                raise ConfigError(f"{key} is {folder}, and there is no such folder; {looked_for(places, key)}")
-        if adapter is not None and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
-            inner = Path(adapter).expanduser() / "adapter"
-            hint = f"; set model.adapter={inner}" if (inner / "adapter_config.json").is_file() else ""
-            raise ConfigError(f"model.adapter is {adapter}, which holds no adapter_config.json{hint}")
-    return [*faults, *filter(None, [find_machine_problem(run)])]
-
-
-def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
-    """The last part of `find_faults`: the run's folder, whether the checkpoints fit on its disk, the trackers."""
-    faults: list[Problem] = []
-    with catching("folder", faults):
-        RunDir.check(run, resume=bool(folder and folder.resume), overwrite=folder is None or folder.overwrite)
-    place = Path(run.folder).absolute()
-    while not place.exists():
-        place = place.parent
-    free, kept = shutil.disk_usage(place).free, run.rloo.save_total_limit
-    try:
-        load = read_workload(run, find_machine(None))
-        weights = own_bytes(load) or parts.FLOAT * parts.trained_weights(load)
-        each = weights + parts.optimizer_bytes(load)
-    except ConfigError:  # unknown shape
-        each = 0
-    # One is written before the oldest is deleted, and adapter/ is smaller than one.
-    total = ((kept or 1) + 2) * each
-    if total > free:
-        what = f"{kept} checkpoints and the next one" if kept else "two checkpoints"
-        fewer = "rloo.save_total_limit=1, " if kept is None or kept > 1 else ""
-        found = f"{place} has {free / GIB:.2f} GiB free, but {what} and the adapter take {total / GIB:.2f}"
-        fix = f"set {fewer}run.output_dir=... to a folder on a larger disk"
-        faults.append(Problem("disk", found, fix, limit=f"{each / GIB:.2f} each, computed"))
-    with catching("trackers", faults):
-        check_trackers(run.rloo.report_to)
-    return faults
-
-
-def is_complete(run: RunConfig) -> bool:
-    """Whether `find_faults` can check everything without the stack and without a download."""
-    return not needs_stack(run) and find_tokenizer(run) is not None
-
-
-def refuse_faults(run: RunConfig, tokenizer: Any | None = None, folder: FolderUse | None = None) -> None:
-    """Raise PreflightError if `find_faults` finds an error; print warnings. With several processes only the main one
-    checks. An unchanged run that has passed is not checked again."""
-    state = f"{tokenizer is not None} {run.model_dump_json()}"
-    if run._checked == state or not is_main_process():
-        return
-    raise_errors(find_faults(run, tokenizer, folder))
-    run._checked = state
-
-
-def refuse_worked_faults(run: RunConfig) -> None:
-    """Raise PreflightError if the run or its demonstrations have problems that can be found without the weights. Prints
-    warnings and what is left out.
-
-    What only the stack can read (Parquet, a hub id, a tokenizer that is not on this machine) is left to `fine_tune`.
-    """
-    faults = find_faults(run, folder=FolderUse(overwrite=True))
-    tokenizer = None
-    with catching("row", []):  # `find_faults` reports it
-        tokenizer = find_tokenizer(run)
-    is_light = not worked_need_stack(run) and not needs_stack(run)
-    if tokenizer is not None and is_light and not any(fault.name == "data" for fault in faults):
-        with catching("data", faults):
-            held_out = prepare_data(run, tokenizer).test
-            load_worked(run, tokenizer, [held_out.texts[row] for row in held_out.rows])
-    raise_errors(faults)
-
-
-def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
-    """The tokenizer of the run's model from files on this machine, without transformers: the embedded model's, or that
-    of a folder or of the Hugging Face cache. None if only transformers can load it, or if it has to be downloaded.
-    Raises ConfigError if there is no such embedded model."""
-    name = run.model.name
-    if run.model.is_embedded:
-        return embedded_tokenizer(name.removeprefix("embedded/"), run.model.vocabulary)
-    folder = (smollm2_folder(name) if name in SMOLLM2 else Path(name)).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        base = read_adapter(folder).get("base_model_name_or_path")
-        name, folder = (str(base), Path(str(base)).expanduser()) if base else (name, folder)
-    if folder.is_dir():
-        return read_tokenizer(folder)
-    config = find_in_cache(name)
-    return None if config is None else read_tokenizer(config.parent)

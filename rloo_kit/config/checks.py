@@ -26,7 +26,6 @@ GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks of adapters that vLLM offers
 
 WHY_REFUSED = (
     "tokens would be sampled from a filtered distribution but scored under the full one, so the gradient would be "

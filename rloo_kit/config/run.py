@@ -13,7 +13,6 @@ from rloo_kit.config.checks import (
     CLOSE_TOKENS,
     FILE_KINDS,
     GYM_PREFIX,
-    VLLM_RANKS,
     find_option_problems,
     find_prompt_problem,
     find_temperature_problems,
@@ -37,6 +36,7 @@ from rloo_kit.config.section import Section, apply_override, declared, explain_e
 from rloo_kit.config.supervised import FULL_SFT_RATE, RewardModelSection, SftSection
 from rloo_kit.config.yaml_files import dump_yaml, merge, read_file, read_yaml
 from rloo_kit.errors import ConfigError
+from rloo_kit.sizes import VLLM_RANKS
 from rloo_kit.system.environment import prepare_standby
 from rloo_kit.system.input_files import expand_user, from_here, places_of, working_folder
 from rloo_kit.system.processes import count_processes
@@ -65,7 +65,6 @@ class RunConfig(Section):
     reward_model: RewardModelSection | None = Field(None, description="the training of a reward model")
     health: HealthSection = Field(default_factory=HealthSection, description="what a finding leads to")
     _source: Path | None = PrivateAttr(None)
-    _checked: str = PrivateAttr("")  # the state that last passed refuse_faults of checks/
 
     @property
     def source(self) -> Path | None:

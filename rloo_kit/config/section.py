@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from rloo_kit.config.old_names import CONFIG_NAMES
-from rloo_kit.config.yaml_files import Key, Lines, read_value, unquote
+from rloo_kit.config.yaml_files import Lines, read_value, unquote
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.console import hide_secrets
-from rloo_kit.system.input_files import find_unwritable
+from rloo_kit.system.input_files import Key, find_unwritable
 
 
 class TrlDefault(NamedTuple):

@@ -129,7 +129,6 @@ def read_gym(
     )
 
 
-@functools.lru_cache(maxsize=16)  # a run reads its data before and after loading the model
 def _draw(
     task: str, options: str, level: int | None, options_key: str, start: int, count: int
 ) -> tuple[list[dict[str, Any]], int, dict[str, int]]:

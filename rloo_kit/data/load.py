@@ -51,12 +51,14 @@ class Data:
         test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
         dropped: prompts left out because they were too long.
         notes: what was left out or replaced, in sentences.
+        made_for: the configuration and the chat template of `prepare_data`.
     """
 
     train: Any
     test: Any
     dropped: int = 0
     notes: list[str] = field(default_factory=list)
+    made_for: str = ""
 
     def __str__(self) -> str:
         dropped = f", {self.dropped} dropped as too long" if self.dropped else ""
@@ -77,7 +79,7 @@ class Side:
         return self.source.row(row) | {"prompt": self.texts[row]}
 
 
-def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
+def load_data(run: RunConfig, tokenizer: Any, rows: Any = None, prepared: Data | None = None) -> Data:
     """The training and test prompts of a run.
 
     Args:
@@ -85,6 +87,7 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         tokenizer: the policy's.
         rows: prompts in Python instead of `data.source`: a list of dicts or of bare prompts, or a `datasets.Dataset`,
             with the column names of `data`.
+        prepared: what `check` returned; used if it was made for this run and this chat template.
 
     Returns:
         `Data`; the same for the same seed and source.
@@ -94,7 +97,8 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         ConfigError: `model.family` contradicts the tokenizer's chat template.
     """
     with main_first():  # downloads and conversions are then cached for the other processes
-        prepared = prepare_data(run, tokenizer, rows)
+        if rows is not None or prepared is None or prepared.made_for != _asked(run, tokenizer):
+            prepared = prepare_data(run, tokenizer, rows)
     train, test = prepared.train, prepared.test
     tables = _datasets(train, test) if train.source is test.source else [*_datasets(train), *_datasets(test)]
     for note in prepared.notes:
@@ -118,7 +122,13 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
         sides.append(Side(source, texts, _fitting_rows(run, tokenizer, source, texts, notes)))
     train_rows, test_rows = _split(sides, run.data, notes)
     dropped = sum(len(side.texts) - len(side.rows) for side in sides)
-    return Data(replace(sides[0], rows=train_rows), replace(sides[-1], rows=test_rows), dropped, notes)
+    train, test = replace(sides[0], rows=train_rows), replace(sides[-1], rows=test_rows)
+    return Data(train, test, dropped, notes, _asked(run, tokenizer))
+
+
+def _asked(run: RunConfig, tokenizer: Any) -> str:
+    """What the prompts of a run are prepared from, the rows aside."""
+    return f"{run.model_dump_json()} {tokenizer.chat_template}"
 
 
 # ---- the sources of a run

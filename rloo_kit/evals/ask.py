@@ -12,7 +12,8 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.errors import ConfigError, QuestionTooLongError, RlooKitError
 from rloo_kit.evals.evaluate import begins_thinking, open_tools
-from rloo_kit.models.policy import Policy, find_vllm, load_base, load_trained
+from rloo_kit.models.backends import find_vllm
+from rloo_kit.models.policy import Policy, load_base, load_trained
 from rloo_kit.results.samples import list_steps
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for, make_budget_limits

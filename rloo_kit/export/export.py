@@ -115,7 +115,7 @@ def export_model(
     if to == "gguf":
         gguf.check_gguf(settings)
     _check_memory(trained)
-    policy = load_policy(trained, check=False)
+    policy = load_policy(trained)
     reference = _ask_policy(trained, policy, num_prompts)
     folder.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

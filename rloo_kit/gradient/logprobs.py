@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from transformers.utils import ModelOutput
 
 from rloo_kit.errors import BackendError
-from rloo_kit.plan.parts import TILE_TOKENS, TILE_VOCABULARY
+from rloo_kit.sizes import TILE_TOKENS, TILE_VOCABULARY
 
 
 @dataclass

@@ -21,9 +21,8 @@ from rloo_kit.gradient import packing
 from rloo_kit.gradient.logprobs import attach_token_scoring
 from rloo_kit.gradient.packing import Group, count_tokens, lay_out, token_weights
 from rloo_kit.models.adapters import same_as_reference
+from rloo_kit.models.backends import find_other_layers, is_coarse, load_backend, packed_keywords
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.models.policy import find_other_layers, is_coarse, packed_keywords
-from rloo_kit.models.unsloth import uncompiled
 
 LAYOUTS = ("shared", "repeated", "padded")
 # P and C_i of the self-check's groups: 1,024 tokens, several blocks of every attention kernel. Without a GPU, 21:
@@ -131,7 +130,7 @@ class Scorer:
         """The layouts that agree with single sequences, the smallest first, and a line with the reason. If both packed
         layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
-        with uncompiled():
+        with load_backend("unsloth").uncompiled():
             singles = [[Group(group.prompt, [one])] for group in groups for one in group.completions if len(one)]
             single = self._check(model, singles, "padded")
             with _quiet(model, trains=False), torch.no_grad():

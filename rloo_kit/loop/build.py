@@ -23,12 +23,12 @@ from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.models.vllm import VllmSettings
-from rloo_kit.plan.planner import TOKENS_PER_PASS
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Engine
 from rloo_kit.rollout.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.rollout.types import FOREIGN, Filters
+from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.think_tags import ThinkTags
 from rloo_kit.tools.toolbox import Toolbox
 

@@ -4,9 +4,7 @@ With several processes the main one prints and writes, and a stop in one stops a
 """
 
 import math
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from rloo_kit.collective import any_of, gather_lists, share
 from rloo_kit.config.run import RunConfig
@@ -31,7 +29,7 @@ from rloo_kit.results.samples import list_steps, split_completion
 from rloo_kit.rewarding.guard import PENDING
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
-from rloo_kit.system.console import VARIABLE, format_seconds, picture_controls, plain_prompt, print_table
+from rloo_kit.system.console import format_seconds, picture_controls, plain_prompt, print_table
 from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say
@@ -43,15 +41,6 @@ SECONDS_OF_ONE_SIGNAL = 1.0  # a terminal and a launcher may both pass the same 
 def is_step_row(logs: dict[str, Any] | None) -> bool:
     """Whether logs belong to a training step; the trainer also logs a summary at the end."""
     return logs is not None and "loss" in logs
-
-
-def use_text_progress(trainer: Any) -> None:
-    """Replace a trainer's HTML table in a notebook with a text bar, unless it is off or `TQDM_NOTEBOOK=true`."""
-    notebook = sys.modules.get("transformers.utils.notebook")  # loaded if the trainer detected a notebook
-    if notebook is None or os.environ.get(VARIABLE) == "true":
-        return
-    if trainer.pop_callback(notebook.NotebookProgressCallback) is not None:
-        trainer.add_callback(ProgressCallback)
 
 
 class RolloutLog:

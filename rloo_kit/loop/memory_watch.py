@@ -19,7 +19,8 @@ from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import now
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text
-from rloo_kit.system.memory import GIB, resident_gib, trim_heap
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.memory import resident_gib, trim_heap
 from rloo_kit.system.processes import is_main_process, say
 
 

@@ -31,12 +31,14 @@ from rloo_kit.config.section import Section, declared, describe_field, explain_e
 from rloo_kit.data.chat import template_options
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
-from rloo_kit.models.policy import Policy, keep_values
-from rloo_kit.plan.planner import TOKENS_PER_PASS, plan_vram
+from rloo_kit.models.backends import keep_values
+from rloo_kit.models.policy import Policy
+from rloo_kit.plan.planner import plan_vram
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.score import name_columns
 from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.types import FOREIGN
+from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system import environment
 from rloo_kit.system.processes import count_processes, say
 from rloo_kit.tools.toolbox import EnvironmentReward, Toolbox, open_named, tool_schemas

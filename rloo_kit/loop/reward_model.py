@@ -27,7 +27,8 @@ from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
 from rloo_kit.data.load import Part, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
+from rloo_kit.loop.progress_bar import use_text_progress
 from rloo_kit.loop.sft import plain_arguments
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
 from rloo_kit.models.source import ModelSource, bind_padding, find_source

@@ -27,11 +27,13 @@ from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine, use_text_progress
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
 from rloo_kit.loop.options import default_of, precision_flags
+from rloo_kit.loop.progress_bar import use_text_progress
 from rloo_kit.loop.saving import publish_adapter
 from rloo_kit.models.adapters import restore_precision, trainable_tensors
-from rloo_kit.models.policy import Policy, keep_settings, keep_values
+from rloo_kit.models.backends import keep_settings, keep_values
+from rloo_kit.models.policy import Policy
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.results.changes import compare
 from rloo_kit.results.evaluation import Evaluation

@@ -24,13 +24,13 @@ from rloo_kit.config.checks import find_eval_problem
 from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.gradient.packing import without_cudnn
 from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
-from rloo_kit.loop.callbacks import use_text_progress
 from rloo_kit.loop.options import FURTHER_ARGUMENTS, make_toolbox, name_settings, naming_settings, prepare_arguments
+from rloo_kit.loop.progress_bar import use_text_progress
 from rloo_kit.loop.records import RolloutBatch
 from rloo_kit.loop.saving import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models import adapters
-from rloo_kit.models.policy import keep_settings
+from rloo_kit.models.backends import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
 from rloo_kit.runs.files import saving

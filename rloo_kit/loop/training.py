@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback
 
-from rloo_kit.checks.cheap import find_place_faults, raise_errors
+from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.collective import gather_objects, share, share_from_main, wait_for_all
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget
@@ -47,16 +47,69 @@ from rloo_kit.runs.files import read_object
 from rloo_kit.runs.find import TRAINED
 from rloo_kit.runs.folder import INPUTS, RunDir
 from rloo_kit.system.console import fill_text
+from rloo_kit.system.problems import PreflightError, raise_errors
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.tools.toolbox import open_toolbox
 from rloo_kit.tools.verifiers_env import read_versions
 
 
-def train_in(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> TrainResult:
-    """The training of `rloo_kit.train` in an open folder, after `check_start`."""
-    check_inputs(run, run_dir, policy, data, reward_funcs)
-    return _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
+def train(
+    run: RunConfig,
+    policy: Policy,
+    data: Data,
+    reward_funcs: list[Any],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    accept_changes: bool = False,
+) -> TrainResult:
+    """Train `policy` in place and write everything to the run's folder, after the whole preflight if `run.preflight` is
+    set; a resumed run skips it.
+
+    Args:
+        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
+        resume: continue from the last checkpoint in the folder.
+        overwrite: delete the run that is in the folder.
+        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
+
+    Returns:
+        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
+        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
+
+    Raises:
+        PreflightError: the preflight's verdict is NO-GO, the disk is too small for the checkpoints, or a tracker's
+            library is missing; no folder was made and nothing trained.
+        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
+            this policy is trained already and no checkpoint replaces its weights, if there are fewer prompts than a
+            rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
+        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
+    """
+    if not (resume and RunDir(run.folder).last_checkpoint()):
+        policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
+    if not resume:
+        require_go(run, policy, data, reward_funcs)
+    check_start(run, policy, data, reward_funcs)
+    made: list[RunDir] = []  # an error of the main process is raised in each
+    share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
+    with made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
+        run_dir.accepts_changes |= accept_changes
+        check_inputs(run, run_dir, policy, data, reward_funcs)
+        result = _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
+        say_findings(result.findings, result.steps)
+        return result
+
+
+def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
+    """Run and print the whole preflight if `run.preflight` is set; raises PreflightError on a NO-GO."""
+    if not run.run.preflight:
+        return
+    from rloo_kit import check_preflight  # the part above this one, by its public name
+
+    found = check_preflight(run, policy, data, reward_funcs)
+    say(found)
+    if not found.go:
+        raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
 
 
 def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
@@ -216,7 +269,7 @@ class _Training:
             drop_reference(self.policy.model)
             if not self.was_training:  # in training mode, checkpointing drops the KV cache and decodes nonsense
                 self.policy.model.eval()
-        self._conclude(stopped, adapter_step, seconds)
+        self._record_end(stopped, adapter_step, seconds)
         if self.memory is not None:
             self.memory.report(self.run_dir)
         wait_for_all()  # a launcher kills the others as soon as one has exited
@@ -287,7 +340,7 @@ class _Training:
             return EARLY
         return "interrupted" if self.interrupts.requested else None
 
-    def _conclude(self, stopped: str | None, adapter_step: int, seconds: float) -> None:
+    def _record_end(self, stopped: str | None, adapter_step: int, seconds: float) -> None:
         """The final state, in `status.json` and on the screen."""
         state, folder = self.trainer.state, self.run_dir.folder
         progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
@@ -330,7 +383,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
             before = before or evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
             run_dir.write_json("before.json", before.to_dict())
         say(fill_text(before.describe()))
-    result = train_in(run, policy, data, reward_funcs, run_dir)
+    result = _Training(run, policy, data, reward_funcs, run_dir).run_to_end()
     if result.stopped == "interrupted":
         say_findings(result.findings, result.steps)
         return True

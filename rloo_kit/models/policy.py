@@ -1,30 +1,24 @@
-"""The policy: a model with its tokenizer, loaded by one of two backends, Unsloth or transformers + PEFT.
-
-A backend is a module with three functions: `load`, `inference_mode` and `config_arguments`.
-"""
+"""The policy: a model with its tokenizer, loaded by one of two backends, Unsloth or transformers + PEFT."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloo_kit._stack import load_stack
-from rloo_kit.checks.cheap import is_complete, refuse_faults
 from rloo_kit.collective import gather_objects, main_first, start_processes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError, RunNotFoundError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
+from rloo_kit.models.backends import find_vllm, inference_mode_of, load_backend
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
-from rloo_kit.models.vllm import InProcessVllm, remember_absence, vllm_of
+from rloo_kit.models.vllm import remember_absence
 from rloo_kit.plan.planner import plan_engine, plan_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.runs.files import read_object, saving, write_json
@@ -36,7 +30,6 @@ from rloo_kit.system.memory import return_large_blocks
 from rloo_kit.system.processes import is_distributed, is_main_process
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
-_MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
 # Parameters up to which a CPU uses one thread: a second mostly waits for matrices as small as the embedded model's
 # (measured: one thread is 20 % faster on two idle cores, seven times as fast on busy ones).
 SMALL_MODEL = 2_000_000
@@ -111,42 +104,29 @@ class Policy:
         )
 
 
-def load_policy(run: RunConfig, check: bool = True) -> Policy:
-    """Load the model of `run.model` with an adapter to train, and its tokenizer.
+def load_policy(run: RunConfig) -> Policy:
+    """Load the model of `run.model` with an adapter to train, and its tokenizer. `check` finds what is wrong before.
 
     Args:
         run: a `RunConfig`. `run.model.backend` forces a backend; an existing adapter (`run.model.adapter`, or a
             `run.model.name` that is an adapter's folder) is continued.
-        check: check the whole run for faults first (`checks.find_faults`); pass False if rows or rewards are made in
-            Python, so that the run's `data` and `rewards` are not used.
 
     Raises:
-        ConfigError: keys that contradict each other, as `RunConfig.check`.
-        PreflightError: the run has faults that can be found without its weights; lists all, each with its key.
         BackendError: the model, its adapter or the backend cannot be used; the message names the key to change.
     """
-    if check:
-        run.check()
-        refuse_faults(run)
     stack = load_stack()
     start_processes()
     name, reason = _choose(run, stack)
     _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
-        if check and not is_complete(run):  # faults that need the tokenizer, or a source that only the stack reads
-            found = None
-            with suppress(OSError, ValueError):  # if it cannot be loaded, loading the model reports it
-                found = stack.transformers.AutoTokenizer.from_pretrained(source.base)
-            if found is not None:
-                refuse_faults(run, found)
     vllm, engine_reason = _plan_vllm(run, name)
     if not torch.cuda.is_available():
         return_large_blocks()
     try:
         config = stack.transformers.AutoConfig.from_pretrained(source.base)
         check_config(run, config, name)
-        model, tokenizer = _module(name).load(run, source, config, vllm)
+        model, tokenizer = load_backend(name).load(run, source, config, vllm)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, RlooKitError):
             raise
@@ -170,24 +150,11 @@ def load_policy(run: RunConfig, check: bool = True) -> Policy:
         reason=reason,
         tags=bind_think_tags(tokenizer),
         family=resolve_family(tokenizer, run.model.name, run.model.family, run.model.enable_thinking),
-        config_arguments=_module(name).config_arguments(run),
+        config_arguments=load_backend(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
         precision=environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
     )
-
-
-def inference_mode_of(backend: str) -> Callable[[Any], AbstractContextManager[None]]:
-    """The context manager of `backend` that puts a model into evaluation mode without gradients."""
-    return _module(backend).inference_mode
-
-
-def find_vllm(model: Any) -> InProcessVllm | None:
-    """The vLLM that `load_policy` or Unsloth started with `model`; None if there is none."""
-    found = vllm_of(model)
-    if found is None and getattr(model, "vllm_engine", None) is not None:
-        found = _module("unsloth").adopt_engine(model)
-    return found
 
 
 def start_engine(run: RunConfig, policy: Policy) -> None:
@@ -196,7 +163,7 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
         return
     vllm, _ = _plan_vllm(run, policy.backend)
     assert vllm is not None  # if the run asks for vLLM, `_plan_vllm` raises instead
-    _module(policy.backend).start_engine(run, policy.model, vllm)
+    load_backend(policy.backend).start_engine(run, policy.model, vllm)
     _announce(vllm, policy.model)
 
 
@@ -226,59 +193,6 @@ def save_adapter(policy: Policy, folder: str | Path, **record: Any) -> Path:
     return folder
 
 
-@contextmanager
-def keep_settings(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Wrap the trainer's constructor, which gets `arguments`: restore what a backend's version changes in the config
-    and the tokenizer, and print it in one line together with what `keep_values` found."""
-    args, model = arguments.get("args"), arguments.get("model")
-    tokenizer: Any = arguments.get("processing_class")
-    guard = _module("unsloth").keep_arguments(args, model) if _unsloth_is_there() else nullcontext([])
-    side: str | None = getattr(tokenizer, "padding_side", None)
-    with guard as changes:
-        yield
-    changes = [*getattr(args, "_changes", ()), *changes]
-    if side is not None and tokenizer.padding_side != side:
-        changes.append(f"padding_side {side} (Unsloth: {tokenizer.padding_side})")
-        tokenizer.padding_side = side
-    if changes and is_main_process():
-        print(f"kept settings that Unsloth would change: {', '.join(changes)}", flush=True)
-
-
-def keep_values(config: Any, stock: type, values: dict[str, Any]) -> None:
-    """After the config's constructor, which got `values`: restore what a backend's version of TRL's class `stock`
-    changes."""
-    if _unsloth_is_there():
-        config._changes = _module("unsloth").set_back(config, stock, values)  # printed by keep_settings
-
-
-def packed_keywords(model: Any) -> Any:
-    """`function(laid, layout)`, which returns the keywords for a packed row, if the model has Unsloth's layers; None
-    for any other model. `Scorer` checks that the layers accept them."""
-    return _module("unsloth").packed_keywords if has_unsloths_layers(model) else None
-
-
-def has_unsloths_layers(model: Any) -> bool:
-    """Whether Unsloth's forward has replaced that of the model's layers."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base.base_model).forward.__module__.startswith("unsloth.")
-
-
-def is_coarse(model: Any) -> bool:
-    """Whether rounding is that of 16 bits or fewer."""
-    return model.get_input_embeddings().weight.dtype.itemsize == 2 or getattr(model, "is_loaded_in_4bit", False)
-
-
-def find_other_layers(model: Any) -> str:
-    """The kinds of layers, by name, in which a token does not attend to all tokens before it: those with a window, or
-    with a state along the row (Mamba, gated delta net, short convolution); empty if there are none."""
-    config = model.config.get_text_config()
-    listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # GPT-Neo's
-    kinds = set(listed or ()) - {"full_attention", "global"}
-    if not kinds and getattr(model, "_is_stateful", False):
-        kinds = {"recurrent"}
-    return ", ".join(sorted(kinds))
-
-
 def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     """The backend's name, and why it was chosen."""
     wanted = run.model.backend
@@ -295,7 +209,7 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
                 "trains on all of them, or start one process"
             )
         return "transformers", environment.many_processes()
-    obstacle = _module("unsloth").unusable(run, stack)
+    obstacle = load_backend("unsloth").unusable(run, stack)
     if wanted == "unsloth":
         if obstacle:
             raise BackendError(f"model.backend is unsloth, but {obstacle}; or set model.backend=transformers")
@@ -324,7 +238,7 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
         return None, f"not vLLM, whose memory cannot be planned: {error}"
     if choice.name != "vllm":
         return None, choice.reason
-    obstacle = plan.obstacle or (_module("unsloth").find_sleep_problem() if backend == "unsloth" else None)
+    obstacle = plan.obstacle or (load_backend("unsloth").find_sleep_problem() if backend == "unsloth" else None)
     if obstacle and asked:
         raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
     return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
@@ -348,15 +262,6 @@ def _refuse_mixed_gpus(run: RunConfig) -> None:
             f"the GPUs of this run differ in dtype or precision ({gpus}), but all must use the same: set "
             "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU supports"
         )
-
-
-def _unsloth_is_there() -> bool:
-    """Whether Unsloth was imported, whatever loaded the model: TRL's trainer is then Unsloth's."""
-    return sys.modules.get("unsloth") is not None
-
-
-def _module(name: str) -> Any:
-    return import_module(_MODULES[name])
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:
@@ -394,7 +299,7 @@ def trained_run(source: str | Path, *overrides: str) -> RunConfig:
 def load_trained(source: str | Path, *overrides: str) -> tuple[RunConfig, Policy]:
     """`trained_run` and its policy; raises what `trained_run` and `load_policy` raise."""
     run = trained_run(source, *overrides)
-    return run, load_policy(run, check=False)
+    return run, load_policy(run)
 
 
 def load_base(source: str | Path, *overrides: str) -> Policy | None:
@@ -414,4 +319,4 @@ def load_base(source: str | Path, *overrides: str) -> Policy | None:
             f"{source} has whole weights and does not record their base (no {RUN_FILE} that names it): ask the base "
             "directly, rloo-kit ask FOLDER"
         )
-    return load_policy(run, check=False)
+    return load_policy(run)

@@ -20,10 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from peft import get_peft_model_state_dict
 
-from rloo_kit.config.checks import VLLM_RANKS
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
-from rloo_kit.plan.parts import BATCHED_TOKENS
+from rloo_kit.sizes import BATCHED_TOKENS, VLLM_RANKS
 from rloo_kit.system.processes import count_processes, hold_signals, is_distributed, keep_random_numbers
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 

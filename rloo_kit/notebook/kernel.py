@@ -17,7 +17,8 @@ import psutil
 from rloo_kit.errors import SetupError
 from rloo_kit.runs.files import running_saves, saved_paths, wait_for_saves
 from rloo_kit.runs.folder import open_runs
-from rloo_kit.system.memory import GIB, clear_last_error, resident_gib, trim_heap
+from rloo_kit.system.gpu import GIB
+from rloo_kit.system.memory import clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2
 SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs once the kernel is idle

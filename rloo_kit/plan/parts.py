@@ -12,19 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.checks import VLLM_RANKS
+from rloo_kit import sizes
 from rloo_kit.plan.shapes import ModelShape
 from rloo_kit.system.gpu import GIB
 
-# Tokens and vocabulary rows of one tile of logits, on an accelerator and on the CPU (`[is_cpu]`): 32 MiB and 2 MiB of
-# float32. On one thread, tiles of a whole vocabulary of 151936 rows exceed the cache and take three times as long.
-TILE_TOKENS, TILE_VOCABULARY = (1024, 512), (8192, 1024)
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries; without a GPU: Python with torch and trl
-BLOCK, NESTED_BLOCK = 64, 256  # weights per 8-bit absmax, and those per 32-bit absmax (bitsandbytes)
+BLOCK = 64  # weights per 8-bit absmax (bitsandbytes)
 QUANT_STATE_BYTES = 4 * (16 + 256 + 1)  # per matrix: the tables of both quantisations, and an offset
-CACHE_BLOCK = 64  # tokens by which the KV cache grows: short rollouts take little, long ones copy often but cheaply
-MERGED_LIMIT_BYTES = 2**26  # largest float32 layers that the native engine copies with the adapter merged
-GRAPH_CACHE_BLOCK = 16  # the same under CUDA graphs, where it has its full length at once
 NATIVE_GRAPHS_GIB = 0.1  # of the native engine's graphs and their libraries' work space; assumed, not measured
 FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
@@ -33,7 +27,6 @@ LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling ru
 # CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
 # of vLLM, about 204 took 2.4 in 25914, 11 and 16 without an adapter 0.3 and 0.4 in logs that users posted.
 GRAPHS_GIB, GRAPH_MIB = 0.3, 11
-BATCHED_TOKENS = 8192  # per forward pass: vLLM's default for its class LLM on GPUs below 70 GiB
 # (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
 UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
 # Ratios of measured to computed peaks of a GPU, by "BACKEND PART", 1 or more, and their `source`, the GPU and the day
@@ -102,7 +95,7 @@ class Workload:
     @property
     def cache_tokens(self) -> int:
         """Tokens per row that the cache allocates, in whole blocks."""
-        block = GRAPH_CACHE_BLOCK if self.has_graphs else CACHE_BLOCK
+        block = sizes.GRAPH_CACHE_BLOCK if self.has_graphs else sizes.CACHE_BLOCK
         return -(-self.row_tokens // block) * block
 
     @property
@@ -127,7 +120,7 @@ def nf4_bytes(weights: int) -> int:
     0.5159
     """
     blocks = -(-weights // BLOCK)
-    return -(-weights // 2) + blocks + FLOAT * -(-blocks // NESTED_BLOCK) + QUANT_STATE_BYTES
+    return -(-weights // 2) + blocks + FLOAT * -(-blocks // sizes.NESTED_BLOCK) + QUANT_STATE_BYTES
 
 
 def body_bytes(work: Workload) -> int:
@@ -177,7 +170,7 @@ def optimizer_bytes(work: Workload) -> int:
     if work.optim == "adafactor":  # one row and one column of each matrix
         return FLOAT * sum((rows + columns) * times for rows, columns, times in _trained_matrices(work))
     if "8bit" in work.optim:
-        return 2 * weights + 2 * FLOAT * (weights // NESTED_BLOCK)
+        return 2 * weights + 2 * FLOAT * (weights // sizes.NESTED_BLOCK)
     return 2 * FLOAT * weights
 
 
@@ -250,15 +243,15 @@ def activation_bytes(work: Workload) -> int:
 def head_bytes(work: Workload) -> int:
     """Scored states with their gradients, one tile of logits, and the gradient of a trained head."""
     shape, size, is_cpu = work.shape, work.compute_bytes, not work.on_cuda
-    tokens = min(TILE_TOKENS[is_cpu], work.pass_tokens)
-    tile = tokens * (min(TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
+    tokens = min(sizes.TILE_TOKENS[is_cpu], work.pass_tokens)
+    tile = tokens * (min(sizes.TILE_VOCABULARY[is_cpu], shape.vocab_size) * 2 + 3 * shape.hidden_size) * (size + FLOAT)
     table = shape.vocab_size * shape.hidden_size * FLOAT if work.lora_rank is None else 0
     return work.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
 
 
 def decoder_bytes(work: Workload) -> tuple[int, int, str]:
     """What the native engine's decoder keeps in a rollout, in training, and what it is."""
-    if not work.four_bit and work.weight_bytes == FLOAT and (size := body_bytes(work)) <= MERGED_LIMIT_BYTES:
+    if not work.four_bit and work.weight_bytes == FLOAT and (size := body_bytes(work)) <= sizes.MERGED_LIMIT_BYTES:
         return size, 0, "a copy of the layers with the adapter merged"
     together = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # joined, so with scales in float32
     joined = sum(
@@ -298,7 +291,7 @@ def adapter_bytes(work: Workload) -> int:
     """vLLM's buffers for one adapter, at the next supported rank."""
     if work.lora_rank is None:
         return 0
-    rank = next((rank for rank in VLLM_RANKS if rank >= (work.lora_rank or 0)), work.lora_rank)
+    rank = next((rank for rank in sizes.VLLM_RANKS if rank >= (work.lora_rank or 0)), work.lora_rank)
     return trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
 
 
@@ -325,7 +318,7 @@ def least_pool_bytes(work: Workload) -> int:
 
 def buffer_bytes(work: Workload, rows: int) -> int:
     """Everything but weights and pool: the adapter's buffers, one forward pass, CUDA graphs, libraries."""
-    shape, tokens = work.shape, BATCHED_TOKENS
+    shape, tokens = work.shape, sizes.BATCHED_TOKENS
     if work.fused:
         pool = rows * row_bytes(work) / GIB
         tokens = next(tokens for gib, tokens in UNSLOTH_BATCHED_TOKENS if pool <= gib)

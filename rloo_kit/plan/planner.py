@@ -33,6 +33,7 @@ from rloo_kit.plan.parts import (
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
+from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
 from rloo_kit.system.memory import available_gib
@@ -40,7 +41,6 @@ from rloo_kit.system.problems import Problem
 from rloo_kit.system.processes import count_processes
 from rloo_kit.system.versions import VLLM_INSTALL, in_range, installed_version, is_cpu_torch, is_importable
 
-TOKENS_PER_PASS = (8192, 2048)  # on a GPU and on a CPU (`[is_cpu]`), if the file sets none and memory allows it
 RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
 # Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".

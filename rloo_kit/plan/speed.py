@@ -12,7 +12,8 @@ from typing import Any
 
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
-from rloo_kit.plan.parts import GIB, Workload, body_bytes, cache_bytes_per_token, state_bytes
+from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token, state_bytes
+from rloo_kit.system.gpu import GIB
 from rloo_kit.system.processes import count_processes
 
 MEAN_SHARE = 0.4  # mean length over the longest, of prompts and completions; the longest in a batch has full length

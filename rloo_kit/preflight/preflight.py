@@ -1,5 +1,4 @@
-"""The whole preflight: the checks without the model, then a probe rollout and optimizer steps at full length with it;
-and `train`, which it stands in front of.
+"""The whole preflight: the checks without the model, then a probe rollout and optimizer steps at full length with it.
 
 It changes nothing in the run: `train` afterwards gives the same weights as without a preflight.
 """
@@ -9,92 +8,28 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
 
-from rloo_kit.checks.cheap import PreflightError, find_place_faults, find_reward_faults
+from rloo_kit.checks.cheap import find_reward_faults
+from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.checks.preflight_result import Measures, Preflight
-from rloo_kit.collective import share, share_from_main
+from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.loop.callbacks import say_findings
-from rloo_kit.loop.training import check_sampling, check_start, train_in
+from rloo_kit.loop.training import check_sampling
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import list_evaluations, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, time_tokens, try_tools
 from rloo_kit.preflight.trial_steps import try_steps
-from rloo_kit.results.verdict import TrainResult
-from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
 from rloo_kit.tools.toolbox import open_toolbox
-
-
-def train(
-    run: RunConfig,
-    policy: Policy,
-    data: Data,
-    reward_funcs: list[Any],
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    accept_changes: bool = False,
-    run_dir: RunDir | None = None,
-) -> TrainResult:
-    """Train `policy` in place and write everything to the run's folder, after the whole preflight if `run.preflight` is
-    set; a resumed run skips it.
-
-    Args:
-        run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
-        resume: continue from the last checkpoint in the folder.
-        overwrite: delete the run that is in the folder.
-        accept_changes: with `resume`, go on although rows, rewards or weights have changed.
-        run_dir: the folder, if already open; then `resume` and `overwrite` were applied when it was opened.
-
-    Returns:
-        `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
-        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
-
-    Raises:
-        PreflightError: the preflight's verdict is NO-GO, the disk is too small for the checkpoints, or a tracker's
-            library is missing; no folder was made and nothing trained.
-        RunExistsError, RunNotFoundError, ConfigError: see `RunDir.create` and `check_sampling`; ConfigError also if
-            this policy is trained already and no checkpoint replaces its weights, if there are fewer prompts than a
-            rollout needs, or `eval.measure` cannot be measured; and `check_inputs`.
-        RewardError: rewards failed too often (`run.max_reward_failure_share`); the state is saved.
-    """
-    resumed = resume if run_dir is None else run_dir.resumed
-    if not (resumed and (run_dir or RunDir(run.folder)).last_checkpoint()):
-        policy.refuse_trained("a new run would not begin at the start (resume=True continues its own)", "RLOO")
-    if not resumed:
-        require_go(run, policy, data, reward_funcs)
-    check_start(run, policy, data, reward_funcs)
-    opened = run_dir
-    if opened is None:  # an error of the main process is raised in each
-        made: list[RunDir] = []
-        share_from_main(lambda: made.append(RunDir.create(run, resume=resume, overwrite=overwrite)))
-        opened = made[0] if made else RunDir.create(run, resume=resume, overwrite=overwrite)
-    opened.accepts_changes |= accept_changes
-    with opened if run_dir is None else nullcontext():
-        result = train_in(run, policy, data, reward_funcs, opened)
-        if run_dir is None:  # else the caller that opened the folder prints them
-            say_findings(result.findings, result.steps)
-        return result
-
-
-def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
-    """Run and print the whole preflight if `run.preflight` is set; raises PreflightError on a NO-GO."""
-    if not run.run.preflight:
-        return
-    found = check_preflight(run, policy, data, reward_funcs)
-    say(found)
-    if not found.go:
-        raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:

@@ -25,7 +25,8 @@ from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.loop.options import loaded_engine
 from rloo_kit.loop.records import RolloutBatch, pick
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.models.policy import Policy, inference_mode_of
+from rloo_kit.models.backends import inference_mode_of
+from rloo_kit.models.policy import Policy
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps

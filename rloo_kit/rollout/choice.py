@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.models.policy import find_other_layers, find_vllm, inference_mode_of
+from rloo_kit.models.backends import find_other_layers, find_vllm, inference_mode_of
 from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
 from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.generate import GenerateEngine

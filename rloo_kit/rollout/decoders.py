@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rloo_kit.gradient import packing
-from rloo_kit.plan.parts import CACHE_BLOCK
+from rloo_kit.sizes import CACHE_BLOCK
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, D)
 

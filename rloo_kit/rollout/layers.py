@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from rloo_kit.plan.parts import MERGED_LIMIT_BYTES, NESTED_BLOCK
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
+from rloo_kit.sizes import MERGED_LIMIT_BYTES, NESTED_BLOCK
 
 # Classes whose layers are those that `DirectDecoder` walks; a class that is like them but for a scale, layers without
 # positions or another rotation gives almost the same logits for a few tokens.

@@ -20,13 +20,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.models.policy import has_unsloths_layers, is_coarse
-from rloo_kit.plan.parts import GRAPH_CACHE_BLOCK
+from rloo_kit.models.backends import has_unsloths_layers, is_coarse
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.engine import Call, Sampling
 from rloo_kit.rollout.graphs import GraphEngine, TokenSteps
 from rloo_kit.rollout.layers import DirectDecoder, NotPlainError
 from rloo_kit.rollout.types import CompletionState
+from rloo_kit.sizes import GRAPH_CACHE_BLOCK
 from rloo_kit.system.memory import is_out_of_memory
 
 PREFILL_TOKENS = 16384  # of one prefill, padding included

@@ -90,3 +90,23 @@ def catching(name: str, problems: list[Problem]) -> Iterator[None]:
         yield
     except RlooKitError as error:
         problems.append(Problem(name, str(error)))
+
+
+class PreflightError(RlooKitError, ValueError):
+    """A run has problems that keep it from starting, listed in `faults`, warnings included. `found` completes the
+    sentence "N problems, found ..."; the default is "before any weights were loaded"."""
+
+    def __init__(self, faults: Sequence[Problem], found: str = ""):
+        self.faults = tuple(faults)
+        lines = [str(fault) for fault in errors_of(faults)]
+        if len(lines) > 1 or found:
+            count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
+            lines.insert(0, f"{count}, found {found or 'before any weights were loaded'}")
+        super().__init__("\n".join([*lines, *(f"warning: {fault}" for fault in warnings_of(faults))]))
+
+
+def raise_errors(faults: Sequence[Problem]) -> None:
+    """Raise PreflightError if one of the problems is an error; else print the warnings."""
+    if errors_of(faults):
+        raise PreflightError(faults)
+    warn(faults)

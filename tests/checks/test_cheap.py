@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import FolderUse, PreflightError, find_faults, find_reward_faults, refuse_faults
+from rloo_kit.checks.cheap import find_reward_faults
+from rloo_kit.checks.faults import FolderUse, check, find_faults, find_tokenizer
 from rloo_kit.config.run import load_config
+from rloo_kit.data.load import render_row
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.problems import Problem
+from rloo_kit.system.problems import PreflightError, Problem
 from tests.checks.faulty import ADD, FAULTS, IN_WORLD, OWN, TOOL, WORLD, Faulty, prepare, reward, tools
 
 SOUND = Faulty("a sound run", (), ())
@@ -64,7 +66,6 @@ def test_a_reward_model_is_looked_at_without_the_policys_tokenizer(place: Path) 
 
 def test_a_reward_model_that_was_made_in_python_is_looked_at_too(place: Path) -> None:
     """`kit.train(run, policy, data, [RewardModel(...)])`: the run's configuration does not name it."""
-    from rloo_kit.checks.cheap import find_tokenizer
     from rloo_kit.rewarding.guard import NamedReward
     from rloo_kit.rewarding.scoring_model import RewardModel
 
@@ -137,34 +138,25 @@ def test_all_faults_are_reported_at_once(place: Path) -> None:
     """All faults are reported at once, not one for each attempt."""
     overrides = ("data.answer_column=anser", "rewards=[{name: answer_rewrd}, {name: 'my_reward:own'}]")
     with pytest.raises(PreflightError) as caught:
-        refuse_faults(load_config(prepare(place, SOUND), *overrides, "rloo.report_to=wandb"))
+        check(load_config(prepare(place, SOUND), *overrides, "rloo.report_to=wandb"))
     text = str(caught.value)
     assert {fault.key for fault in caught.value.faults} >= {"rewards.0.name", "rewards.1.name", "rloo.report_to"}
     assert "4 problems" in text and "data.answer_column" in text
 
 
-def test_a_run_that_passed_is_not_looked_at_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` looks, and then `load_policy`: each own reward would start twice. A run that was changed is another."""
-    from rloo_kit.checks import cheap
+def test_prompts_are_prepared_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were rendered and tokenised for the check, and again for the run; those of a changed run are others."""
+    from rloo_kit import load_data
+    from rloo_kit.data import load
 
-    looked: list[Any] = []
-    monkeypatch.setattr(cheap, "find_faults", lambda run, *rest: looked.append(run) or [])
+    rendered: list[int] = []
+    monkeypatch.setattr(load, "render_row", lambda *row: rendered.append(1) or render_row(*row))
     run = load_config(prepare(place, SOUND))
-    refuse_faults(run)
-    refuse_faults(run)
-    assert len(looked) == 1
-    run.rloo.num_generations = 8
-    refuse_faults(run)
-    assert len(looked) == 2
-
-
-def test_the_notebook_gets_it_before_its_weights(place: Path) -> None:
-    """In a notebook the data are loaded after the model: a misspelt column was found behind a download."""
-    from rloo_kit import load_policy
-
-    run = load_config(prepare(place, SOUND), "data.prompt_column=promt", "model.build_seed=12345")
-    with pytest.raises(PreflightError, match="data.prompt_column"):
-        load_policy(run)  # a model of this seed is not built: that takes a minute
+    prepared, tokenizer, once = check(run), find_tokenizer(run), len(rendered)
+    assert load_data(run, tokenizer, prepared=prepared).train["prompt"] == load_data(run, tokenizer).train["prompt"]
+    assert len(rendered) == 2 * once
+    run.data.system_prompt = "Be brief."
+    assert "Be brief." in load_data(run, tokenizer, prepared=prepared).train[0]["prompt"]
 
 
 def test_no_heavy_library_is_loaded(place: Path, run_fresh: Any) -> None:
@@ -172,7 +164,7 @@ def test_no_heavy_library_is_loaded(place: Path, run_fresh: Any) -> None:
     file = prepare(place, Faulty("", (), ()))
     done = run_fresh(
         "from rloo_kit.config.run import load_config\n"
-        "from rloo_kit.checks.cheap import find_faults\n"
+        "from rloo_kit.checks.faults import find_faults\n"
         f"run = load_config({str(file)!r}, \"rewards.0.name='my_rewards:longest'\", 'data.source={place}/mine.csv')\n"
         "print([str(fault) for fault in find_faults(run)])\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'trl', 'numpy'} & set(sys.modules)))\n"

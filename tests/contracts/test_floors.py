@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 # A module or package imports from what stands before it, and from its own package.
 ORDER = [
-    "errors", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "rewards", "tools",
-    "data", "rewarding", "checks", "results", "models", "gradient", "rollout", "evals", "loop", "preflight",
-    "export", "notebook", "batch", "cli",
+    "errors", "sizes", "system", "config", "health", "runs", "plan", "_stack", "collective", "think_tags", "completion",
+    "rewards", "tools", "data", "rewarding", "results", "models", "gradient", "rollout", "evals", "checks", "loop",
+    "preflight", "export", "notebook", "batch", "cli",
 ]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [
-    "errors", "system", "config", "health", "runs", "collective", "think_tags", "tools", "data", "results", "rewarding",
-    "plan", "checks", "notebook", "batch", "cli",
+    "errors", "sizes", "system", "config", "health", "runs", "collective", "think_tags", "completion", "tools", "data",
+    "results", "rewarding", "plan", "checks", "notebook", "batch", "cli",
 ]
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
 HEAVY = ["models", "gradient", "rollout", "evals", "loop", "preflight", "export"]

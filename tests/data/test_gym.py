@@ -30,7 +30,6 @@ def prepare(make_run, tiny_tokenizer, monkeypatch):
         source = "" if "sources" in data else source
         return prepare_data(make_run(source, reward, **LONG | data), tiny_tokenizer)
 
-    gym._draw.cache_clear()
     monkeypatch.setattr(gym, "Worker", InPlace)
     return build
 
@@ -39,7 +38,6 @@ def prepare(make_run, tiny_tokenizer, monkeypatch):
 def fake(monkeypatch):
     """`fake(count, **options)`: rows of the stand-in for the library, which may hang or die."""
     monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_gym")))
-    gym._draw.cache_clear()
     return lambda count, **options: read_gym(SUMS, options, None, count, 100, "data.source", "data.num_prompts")
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from rloo_kit.checks.cheap import PreflightError, find_tokenizer, refuse_worked_faults
+from rloo_kit.checks.faults import check, find_tokenizer
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, SourceSection
 from rloo_kit.data.load import prepare_data
@@ -18,6 +18,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
 from rloo_kit.rollout.episodes import ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
+from rloo_kit.system.problems import PreflightError
 from rloo_kit.tools.toolbox import Toolbox
 from rloo_kit.tools.turns import ToolFormat
 from tests.episodes import Scripted, add
@@ -162,9 +163,9 @@ def test_faults_are_found_before_the_model_is_loaded(make_run):
     """Without the stack, by the tokenizer that preflight reads, together with the run's other faults."""
     run = make_run(completion_column="solution")
     with pytest.raises(PreflightError, match="sft.completion_column") as found:
-        refuse_worked_faults(run)
+        check(run, worked=True)
     assert [(fault.name, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
-    refuse_worked_faults(make_run())
+    check(make_run(), worked=True)
     light, heavy = find_tokenizer(run), build_tokenizer("thinking")
     assert load_worked(make_run(), light, ()).examples == load_worked(make_run(), heavy, ()).examples
 

@@ -54,7 +54,7 @@ def run_folder(tmp_path_factory, base_folder) -> Path:
     file = output / "tiny.yaml"
     file.write_text(CONFIG.format(output=output, model=base_folder))
     run = load_config(file)
-    policy = load_policy(run, check=False)
+    policy = load_policy(run)
     shake(policy.model, scale=0.5)
     save_adapter(policy, run.folder / "adapter")
     (run.folder / "config.yaml").write_text(run.to_yaml())
@@ -197,7 +197,7 @@ def test_a_run_that_trained_all_weights_has_its_base_loaded(tmp_path, base_folde
     file = tmp_path / "whole.yaml"
     file.write_text(CONFIG.format(output=tmp_path, model=base_folder).replace("{r: 2, alpha: 4}", "null"))
     run = load_config(file)
-    policy = load_policy(run, check=False)
+    policy = load_policy(run)
     with torch.no_grad():
         policy.model.get_input_embeddings().weight.add_(torch.linspace(-1, 1, 264)[:, None])
     save_adapter(policy, run.folder / "adapter")

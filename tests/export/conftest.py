@@ -31,7 +31,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         output = tmp_path_factory.mktemp("outputs")
         file = root / "configs" / "arithmetic_thinking.yaml"
         run = load_config(file, f"run.output_dir={output}", f"run.name={name}", "data.test_size=64", *overrides)
-        policy = kit.load_policy(run, check=False)
+        policy = kit.load_policy(run)
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter_name, value in policy.model.named_parameters():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import rloo_kit as kit
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.errors import RewardError
 from rloo_kit.loop import callbacks
 from rloo_kit.rewarding import judge as module

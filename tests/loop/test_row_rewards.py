@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rloo_kit as kit
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.data.answers import gold_answers, names_in, task_of
 from rloo_kit.data.sources import DataSource
 from rloo_kit.rewarding.guard import guard

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
-from rloo_kit.checks.cheap import PreflightError
+from rloo_kit import build_rewards, check, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
@@ -31,6 +30,7 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
+from rloo_kit.system.problems import PreflightError
 from tests.loop.conftest import by_ids, lines, status
 
 
@@ -45,10 +45,10 @@ def assert_same_weights(one, other):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(start, tmp_path):
+def test_fewer_prompts_than_a_rollout_needs_leave_no_run_behind(write_config, tmp_path):
     """Such a run ended at once, as finished, with the adapter that it started from."""
     with pytest.raises(PreflightError, match="1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"):
-        start("data.num_prompts=3")
+        check(load_config(write_config(), "data.num_prompts=3"))
     assert not (tmp_path / "outputs").exists()
 
 

@@ -7,9 +7,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from rloo_kit.completion import split_turns
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from rloo_kit.rollout.types import split_turns
 from tests.episodes import END, TEMPLATE, THINK_END, Scripted, add, call, with_tools
 from tests.loop.conftest import with_adapter
 

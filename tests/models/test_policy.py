@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.checks.cheap import PreflightError
+from rloo_kit.checks.faults import check
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import BackendError
 from rloo_kit.models import embedded, unsloth
@@ -23,6 +23,7 @@ from rloo_kit.models.policy import save_adapter
 from rloo_kit.models.source import find_source
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.system.environment import STANDBY_VARIABLE
+from rloo_kit.system.problems import PreflightError
 
 BASE, CONTINUED = "weights of the base", "weights of the adapter to continue"
 RUN = """\
@@ -161,6 +162,7 @@ def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_pa
 
 def refused(run: Any) -> str:
     with pytest.raises((BackendError, PreflightError)) as caught:
+        check(run)
         load(run)
     return str(caught.value)
 

@@ -65,7 +65,7 @@ def load(folder: Path, *overrides: str) -> Any:
     file = folder / "run.yaml"
     file.write_text(RUN.format(folder=folder))
     run = kit.load_config(file, *overrides)
-    return run, kit.load_policy(run, check=False)
+    return run, kit.load_policy(run)
 
 
 def draw_groups() -> list[Group]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.config.run import load_config
 from tests.notebooks.batch_notebooks import write_notebook
 from tests.notebooks.runners import COMMANDS, PYTHON, call, text_of

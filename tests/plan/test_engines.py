@@ -46,7 +46,7 @@ def test_buffers_are_those_that_unsloth_measured(monkeypatch: pytest.MonkeyPatch
     work = work_of(PUBLISHED["4b"], four_bit=False, fused=False, engine="vllm", enforce_eager=True)
     outside = parts.OUTSIDE_GIB * GIB + parts.adapter_bytes(work)
     for (tokens, rows), measured in MEASURED.items():
-        monkeypatch.setattr(parts, "BATCHED_TOKENS", tokens)
+        monkeypatch.setattr(parts.sizes, "BATCHED_TOKENS", tokens)
         assert (parts.buffer_bytes(work, rows) - outside) / GIB == pytest.approx(measured, rel=0.2)
     assert (parts.vllm_weight_bytes(work) + parts.adapter_bytes(work)) / GIB == pytest.approx(7.56, abs=0.02)
 

@@ -425,7 +425,7 @@ def test_steps_are_taken_in_the_largest_pass(beta, tiny_folder, monkeypatch):
     words = ["data.max_prompt_length=16", "rloo.max_completion_length=112", "model.max_seq_length=128"]
     words += ["rloo.num_generations=4", "rloo.per_device_train_batch_size=8", "rloo.tokens_per_pass=300"]
     run = kit.load_config(DEMO, *words, f"model.name={tiny_folder}", "model.family=auto", f"rloo.beta={beta}")
-    policy = kit.load_policy(run, check=False)
+    policy = kit.load_policy(run)
     generations, completions = rows_of_a_pass(load_of(run, policy))
     assert (generations, completions) == ((4, 4) if beta else (3, 3))
     backbone = policy.model.get_base_model().model

@@ -33,7 +33,7 @@ def prepare(folder: Path, *tools: str, **keys: Any) -> tuple[Any, Any, Any, Any]
     run = RunConfig.model_validate(
         RUN | {"rloo": rloo | keys, "run": {"name": "tools", "output_dir": str(folder), "evaluate": False}}
     )
-    policy = kit.load_policy(run, check=False)
+    policy = kit.load_policy(run)
     data = kit.load_data(run, policy.tokenizer)
     return run, policy, data, kit.build_rewards(run, policy.tokenizer)
 

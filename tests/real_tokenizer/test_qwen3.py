@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.checks.cheap import find_faults
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, resolve_family

@@ -22,7 +22,7 @@ def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path:
     monkeypatch.setattr(exporting, "load_policy", load_on_cpu)
     interpreter.keep_on_cpu()
     run = make_run(f"run.output_dir={tmp_path}", "run.name=sums")
-    policy = kit.load_policy(run, check=False)
+    policy = kit.load_policy(run)
     assert policy.backend == "unsloth"
     move_adapter(policy.model)
     kit.save_adapter(policy, run.folder / "adapter")

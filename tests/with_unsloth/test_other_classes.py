@@ -34,7 +34,7 @@ def test_a_class_without_unsloths_forward(
     from rloo_kit.errors import BackendError
     from rloo_kit.gradient.packing import Group
     from rloo_kit.gradient.scorer import Scorer
-    from rloo_kit.models.policy import packed_keywords
+    from rloo_kit.models.backends import packed_keywords
     from rloo_kit.rollout.choice import build_engine, resolve_engine
     from rloo_kit.rollout.completions import find_end_ids
     from rloo_kit.rollout.types import Limits

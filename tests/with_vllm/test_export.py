@@ -26,7 +26,7 @@ def run_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     words = [f"run.output_dir={output}", "run.name=sums", "data.test_size=64", "rollout.engine=native"]
     words += ["model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction"]  # it always thinks
     run = load_config(file, *words)
-    policy = kit.load_policy(run, check=False)
+    policy = kit.load_policy(run)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, value in policy.model.named_parameters():

@@ -67,7 +67,7 @@ def disturb(model: Any, seed: int) -> None:
 
 
 def make_engine(policy: Any, temperature: float = 1.0, model: Any = None, **options: Any) -> Any:
-    from rloo_kit.models.policy import find_vllm
+    from rloo_kit.models.backends import find_vllm
     from rloo_kit.rollout.completions import find_end_ids
     from rloo_kit.rollout.engine import Sampling
     from rloo_kit.rollout.vllm_engines import VllmEngine

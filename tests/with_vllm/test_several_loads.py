@@ -67,7 +67,8 @@ def test_a_policy_that_was_loaded_without_it_gets_it_as_the_run_says(tmp_path, v
     `torch.set_num_threads` away. `rollout.vllm` was overlooked, and vLLM started with TRL's share of the GPU. Then back
     to native, without transformers' advice to use a launcher, which vLLM's process group of one brought."""
     script = """
-from rloo_kit.models.policy import find_vllm, start_engine
+from rloo_kit.models.backends import find_vllm
+from rloo_kit.models.policy import start_engine
 policy = kit.load_policy(read("native"))
 def draw():
     random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
