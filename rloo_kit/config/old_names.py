@@ -215,9 +215,9 @@ def _check_count(name: str, value: Any) -> int:
 
 def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
     """Set `name`; `old` and `new` are both full names for the message."""
-    found = values.get(name)
-    if found is not None and found != value:
-        raise ConfigError(f"{old} means {new}={value}, but {new}={found} is given too; keep {new} and remove {old}")
+    given = values.get(name)
+    if given is not None and given != value:
+        raise ConfigError(f"{old} means {new}={value}, but {new}={given} is given too; keep {new} and remove {old}")
     values[name] = value
 
 

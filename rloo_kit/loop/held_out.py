@@ -53,13 +53,13 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name
         if name in known:
             return name
-    found = f"eval.measure is {run.eval.measure}"
+    cause = f"eval.measure is {run.eval.measure}"
     if foreign:
-        found += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
+        cause += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
     if judge is None:
-        found += ", and the held-out prompts have no column 'answer' (data.answer_column)"
+        cause += ", and the held-out prompts have no column 'answer' (data.answer_column)"
     options = f"set one of: auto, {', '.join(known)}" if known else "set eval.every_steps=0"
-    raise ConfigError(f"{found}: no evaluation during training (eval.every_steps) can measure that; {options}")
+    raise ConfigError(f"{cause}: no evaluation during training (eval.every_steps) can measure that; {options}")
 
 
 class BestWeights:
@@ -139,11 +139,11 @@ class Evaluations(TrainerCallback):
         step, last = state.global_step, state.max_steps
         if not self._is_due(step, last) or (self.interrupts.requested and step < last):
             return control
-        found = self._evaluate(state, control)
+        held_out = self._evaluate(state, control)
         recorder = self.trainer.rloo.recorder
-        shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
+        shown = ("accuracy", "reward") if held_out.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
-            for key, value in zip(("", "_low", "_high"), found.evaluation.ends(name), strict=True):
+            for key, value in zip(("", "_low", "_high"), held_out.evaluation.ends(name), strict=True):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
         control.should_log = True
@@ -166,13 +166,13 @@ class Evaluations(TrainerCallback):
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
-        found = HeldOut(step, self._measure(step))
-        against = self.history.compare_with_best(found)
-        is_best = self.history.observe(found)
-        self._write(found, is_best, against)
-        say(self.history.describe(found, against))
+        held_out = HeldOut(step, self._measure(step))
+        against = self.history.compare_with_best(held_out)
+        is_best = self.history.observe(held_out)
+        self._write(held_out, is_best, against)
+        say(self.history.describe(held_out, against))
         if is_best and step > 0 and self.run.eval.save_best:
-            self._stage(found)
+            self._stage(held_out)
             control.should_save = True
         if self.history.is_over and step < state.max_steps:
             self.stopped = self._why_over()
@@ -180,22 +180,22 @@ class Evaluations(TrainerCallback):
         self.seconds += (seconds := time.monotonic() - started)
         self.trainer.rloo.recorder.leave_out(seconds)
         self._count += 1
-        return found
+        return held_out
 
     def _measure(self, step: int) -> Evaluation:
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
             return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, f"at step {step}")
 
-    def _record(self, found: HeldOut) -> dict[str, Any]:
+    def _record(self, held_out: HeldOut) -> dict[str, Any]:
         measure = self.history.measure
-        values = zip(("value", "low", "high"), found.evaluation.ends(measure), strict=True)
-        return {"run": self.run_dir.id, "step": found.step, "measure": measure, **dict(values)}
+        values = zip(("value", "low", "high"), held_out.evaluation.ends(measure), strict=True)
+        return {"run": self.run_dir.id, "step": held_out.step, "measure": measure, **dict(values)}
 
-    def _write(self, found: HeldOut, is_best: bool, against: Measured | None) -> None:
+    def _write(self, held_out: HeldOut, is_best: bool, against: Measured | None) -> None:
         best = None if self.history.best is None else self.history.best.step
-        row = self._record(found) | {"is_best": is_best, "best_step": best}
+        row = self._record(held_out) | {"is_best": is_best, "best_step": best}
         row |= {"against_best": against and list(against.ends), "inputs": self.run_dir.inputs}
-        rest = found.evaluation.to_dict()
+        rest = held_out.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows = sorted([*self.rows, row], key=lambda row: row["step"])
@@ -243,18 +243,18 @@ class Evaluations(TrainerCallback):
         wait_for_all()
         return best.step if load_weights(self.trainer, self.weights.folder) else None
 
-    def _stage(self, found: HeldOut) -> None:
-        self.weights.stage(found.step, self._record(found) | {"prompts": len(self.prompts)})
+    def _stage(self, held_out: HeldOut) -> None:
+        self.weights.stage(held_out.step, self._record(held_out) | {"prompts": len(self.prompts)})
 
     def _restore(self) -> None:
         """Replay the run's earlier evaluations; `_fresh` is set if their best was measured with other settings."""
         digest, mine, measure = digest_prompts(self.prompts), self.run.eval, self.history.measure
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
         then = now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)
-        for row, found in zip(self.rows, parse_evaluations(self.rows), strict=True):
-            one, self.history.measure = found.evaluation, row["measure"]
-            if self.history.observe(found, bool(row.get("is_best"))):
-                same = (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length)
+        for row, held_out in zip(self.rows, parse_evaluations(self.rows), strict=True):
+            past, self.history.measure = held_out.evaluation, row["measure"]
+            if self.history.observe(held_out, bool(row.get("is_best"))):
+                same = (past.prompts_digest, past.num_samples, past.temperature, past.max_completion_length)
                 then = (row["measure"], *same, row.get("inputs", self.run_dir.inputs))
         self.history.measure = then[0]
         self.stopped = self._why_over() if self.history.is_over else None
@@ -272,13 +272,13 @@ class Evaluations(TrainerCallback):
         wait_for_all()
         if not load_weights(self.trainer, self.weights.folder):
             return
-        found = HeldOut(best.step, self._measure(best.step))
+        held_out = HeldOut(best.step, self._measure(best.step))
         if not load_weights(self.trainer, current):
             raise SetupError(f"the weights of this step were saved in {current} and cannot be read: resume again")
-        self.history.observe(found)
+        self.history.observe(held_out)
         self.rows = [row for row in self.rows if row["step"] != best.step]
-        self._write(found, True, None)
-        say(f"{self.history.describe(found, None)}, measured again with the settings of now")
+        self._write(held_out, True, None)
+        say(f"{self.history.describe(held_out, None)}, measured again with the settings of now")
 
     def _why_over(self) -> str:
         best, history = self.history.best, self.history

@@ -374,8 +374,8 @@ def open_runs() -> list[Path]:
 
 def describe_versions() -> dict[str, Any]:
     """Versions of Python and the libraries, the git revision of the kit's checkout, the machine and its processes."""
-    found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
-    return found | {"machine": describe_machine(), "written": now()}
+    versions = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
+    return versions | {"machine": describe_machine(), "written": now()}
 
 
 # Trainings before RLOO, by the method in their status: what it is in words, and the call that starts over.
@@ -395,8 +395,8 @@ def run_before(run: RunConfig, method: str) -> RunConfig:
 def check_folder(run: RunConfig, overwrite: bool = False, method: str = "sft") -> None:
     """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
     changed, (what, _) = run_before(run, method), BEFORE[method]
-    found = RunDir(changed.folder)
-    if found.id and found.status().get("method") != method:
+    there = RunDir(changed.folder)
+    if there.id and there.status().get("method") != method:
         raise RunExistsError(
             f"{changed.folder} contains a run that is no {what}: set another run.name=..., or move it away"
         )
