@@ -1,5 +1,4 @@
-"""Frees memory in a running process, and shuts down a notebook's kernel without losing work or output. Never imports
-torch."""
+"""Frees memory in a process, and shuts down a notebook's kernel without losing work or output. Never imports torch."""
 
 import gc
 import json

@@ -213,8 +213,7 @@ class RunDir(RunReader):
                 raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _delete_run(self) -> None:
-        """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that an
-        interrupted deletion can be repeated."""
+        """Delete the old run's files. Its configuration, with the id, is replaced last: a deletion can be repeated."""
         checkpoints = self.folder / "checkpoints"
         mine = [checkpoint.folder for checkpoint in list_checkpoints(checkpoints, self.id)] if self.id else []
         made = ("adapter", "best", "export", UNFINISHED)

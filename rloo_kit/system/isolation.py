@@ -237,8 +237,7 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
 def _limit(
     process: "subprocess.Popen[bytes]", connection: Connection, timeout_s: float, late: threading.Event
 ) -> Iterator[None]:
-    """After `timeout_s` sets `late`, kills the process, and wakes whoever waits for the pipe: a detached child may keep
-    the other end."""
+    """After `timeout_s` sets `late`, kills the process, and wakes who waits for a pipe that a detached child keeps."""
 
     def end() -> None:
         late.set()
