@@ -18,7 +18,7 @@ from rloo_kit.rewarding.math_answer import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
-from rloo_kit.rewarding.signature import weighted_sum
+from rloo_kit.rewarding.signature import CONVENTION, weighted_sum
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.versions import is_importable
@@ -176,7 +176,8 @@ def find_judge_faults(run: RunConfig, row: dict[str, Any] | None) -> list[Proble
 def _check_judge(key: str, judge: Any, run: RunConfig, row: dict[str, Any] | None) -> None:
     """Raise RewardError if `judge` is one that cannot be asked about a row of the data."""
     if isinstance(judge, Judge):
-        asked = row and {name: values[0] for name, values in _columns_of(run, [make_up(run, row, "", [])]).items()}
+        columns = {} if row is None else _columns_of(run, [make_up(run, row, "", [])])
+        asked = row and row | {name: values[0] for name, values in columns.items() if name not in CONVENTION}
         task = "Say hello." if row is None else task_text(row["prompt"], row)
         if fault := judge.find_fault(asked, task):
             raise RewardError(f"{key}: {fault}")

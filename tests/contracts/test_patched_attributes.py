@@ -19,7 +19,6 @@ PATCHED_ATTRIBUTES = {
     "gradient/packing.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "gradient/scorer.py: setattr(module, name)": "for the self-check: training mode, no dropout",
     "loop/build.py: setattr(module, name)": "dropout that attentions keep as a number, which TRL leaves on",
-    "loop/collaborators.py: logger.addFilter": "for one call: TRL prints a whole completion for each unscored sample",
     "loop/trainer.py: trainer._step": "TRL counts micro-steps from 0 in every process, also in a resumed run",
     "models/adapters.py: config.init_lora_weights": "for TRL's constructor: its copy would subtract PiSSA again",
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
@@ -44,7 +43,7 @@ SETTINGS = {
     "response_template",  # transformers: how a tokenizer's turns are read
     "normalizer", "pre_tokenizer", "decoder",  # tokenizers: the parts of one
     "should_save", "should_training_stop", "should_log", "global_step",
-    "best_model_checkpoint",  # transformers: the trainer's control and state
+    "best_model_checkpoint", "num_input_tokens_seen",  # transformers: the trainer's control and state
     "use_vllm", "rollout_engine", "rollout_server_url", "reward_weights",  # the config that the user handed over
     "chat_template_kwargs",  # TRL's trainer: for the prompts that it renders
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
@@ -64,7 +63,7 @@ OWN = {
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: error.args", "loop/training.py: arguments.is_from_file", "loop/options.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
-    "models/policy.py: config._changes", "models/unsloth.py: setattr(config, name)",
+    "models/backends.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__", "tools/verifiers_env.py: tool.__doc__",
     "tools/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",

@@ -21,6 +21,7 @@ from rloo_kit.evals.ask import Answer, LiveText, TrainedModel, ask, count_room, 
 from rloo_kit.models.policy import load_base, load_policy, load_trained, save_adapter
 from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
+from rloo_kit.rollout.thinking_budget import make_budget_limits
 from rloo_kit.runs.find import RUN_FILE
 from tests.episodes import Scripted, call, with_tools
 from tests.rollout.models import TURN_END, shake
@@ -95,7 +96,8 @@ def test_a_budget_closes_the_thinking(trained):
     run, policy = trained
     given = ask(run, policy, "1+2=", budget=3, stream=False)
     assert (given.thinking_tokens, given.forced, given.closed) == (3, True, True)
-    wanted = sampled(run, policy, PROMPT, thinking_budget=3, answer_budget=8)
+    limits = make_budget_limits(policy.tokenizer, policy.tags, 12, 3, answer_budget=8)
+    wanted = sampled(run, policy, PROMPT, limits=limits)
     assert given.tokens == len(wanted.ids) == 12 and "</think>" not in given.thinking + given.answer
     assert "3 of thinking; closed by the budget; truncated" in given.summary
     assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "eval.answer_budget is the least"

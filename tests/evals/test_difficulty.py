@@ -58,7 +58,9 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The prompts of each call that sampled; the answers come from ANSWERS, not from the model."""
     calls: list[list[str]] = []
 
-    def generate(policy: Any, rows: list[Any], limits: Any, *, num_samples: int, on_batch: Any, **_: Any) -> list[Completion]:
+    def generate(
+        policy: Any, rows: list[Any], limits: Any, *, num_samples: int, on_batch: Any, **_: Any
+    ) -> list[Completion]:
         prompts = [row["prompt"] for row in rows]
         calls.append(prompts)
         found = []

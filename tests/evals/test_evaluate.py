@@ -166,7 +166,7 @@ def test_shares_and_lengths(make_run, make_policy):
     policy = digits_policy(make_policy)
     run = make_run(num_samples=3, greedy=False)
     measured = evaluate(run, policy, make_dataset(["1"] * NUM_PROMPTS))
-    found = generate_completions(policy, make_dataset()["prompt"][:], max_completion_length=6, num_samples=3, seed=0)
+    found = generate_completions(policy, make_dataset()["prompt"][:], 6, num_samples=3, seed=0)
     closed = [completion.ids.index(THINK_END) for completion in found if THINK_END in completion.ids]
     assert 0 < len(closed) < len(found)
     assert measured.closed_share == pytest.approx(len(closed) / len(found))
@@ -198,9 +198,7 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
 def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
     """A run that trains under a budget was measured without one, at its limit: cut off, and wrong."""
     policy, data = digits_policy(make_policy), make_dataset(["1"] * NUM_PROMPTS)
-    found = generate_completions(
-        policy, data["prompt"][:], make_budget_limits(policy.tokenizer, policy.tags, 6, 2, 3)
-    )
+    found = generate_completions(policy, data["prompt"][:], make_budget_limits(policy.tokenizer, policy.tags, 6, 2, 3))
     run = make_run(greedy=False)
     run.rloo.thinking_budget, run.rloo.answer_budget = 2, 3
     measured = evaluate(run, policy, data)

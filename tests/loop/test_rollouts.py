@@ -91,8 +91,8 @@ def corrected_gradient(make_batches):
         )
         sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
 
-        def shifted(*arguments):
-            rollout = sample(*arguments)
+        def shifted(*arguments, **named):
+            rollout = sample(*arguments, **named)
             rows = zip(rollout.sampler_logps, shifts, strict=True)
             logps = [[p - by for p in row] for row, by in rows]
             return type(rollout)(rollout.completion_ids, rollout.forced, logps, rollout.context)
@@ -383,7 +383,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, override,
     evaluate()
     with make_steps(policy, run, [by_ids], data.train, changed={"max_completion_length": 12}) as trainer:
         torch.manual_seed(5)
-        trainer.rloo.sampler.complete(policy.tokenizer(prompts)["input_ids"])
+        trainer.rloo.sampler.draw(policy.tokenizer(prompts)["input_ids"])
     evaluate()
     before, training, after = found
     assert before == training == after

@@ -64,14 +64,14 @@ def first_step(trainer: Any) -> tuple[Any, float, dict[str, torch.Tensor]]:
 def by_hand(model: Any, batch: Any, options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of the episodes as single sequences: leave-one-out, in the reward the KL's mean over the trained tokens,
     a weight for each token; what is not the model's has weight 0."""
-    found, model = batch.judged.completions, model.eval()
+    model.eval()
     rewards, logps, masks, corrections = [], [], [], []
-    for row, (prompt, ids) in enumerate(zip(found.prompt_ids, found.completion_ids, strict=True)):
-        mask = torch.ones(len(ids))
-        for start, end in (*found.context[row], *found.forced[row]):
+    for row, done in enumerate(batch.judged.completions):
+        mask = torch.ones(len(done.ids))
+        for start, end in (*done.context, *done.forced):
             mask[start:end] = 0.0
 
-        def score(prompt: list[int] = prompt, ids: list[int] = ids) -> torch.Tensor:
+        def score(prompt: list[int] = done.prompt_ids, ids: list[int] = done.ids) -> torch.Tensor:
             logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
@@ -79,10 +79,10 @@ def by_hand(model: Any, batch: Any, options: dict[str, Any]) -> tuple[float, dic
         with torch.no_grad(), model.disable_adapter():
             kl = ((own.detach() - score()) * mask).sum() / mask.sum()
         reward = batch.judged.raw_scores[row] - options.get("beta", 0.0) * kl
-        sampled = torch.tensor(found.sampler_logps[row]).nan_to_num(0.0)
-        weight = (
-            (own.detach() - sampled).exp().clamp(max=2.0) if "sampler_correction" in options else torch.ones(len(ids))
-        )
+        sampled = torch.tensor(done.logps).nan_to_num(0.0)
+        weight = torch.ones(len(done.ids))
+        if "sampler_correction" in options:
+            weight = (own.detach() - sampled).exp().clamp(max=2.0)
         rewards.append(reward), logps.append(own), masks.append(mask), corrections.append(weight)
     groups = torch.stack(rewards).view(2, 4)
     advantages = (groups - (groups.sum(1, keepdim=True) - groups) / 3).flatten()
@@ -133,17 +133,16 @@ def test_ids_are_the_sampled_ones_and_only_the_result_is_rendered(make_tiny_mode
         SCRIPT[1][0] + end,
         SCRIPT[2][0] + end + RESULT.format(23) + SCRIPT[2][1] + end + RESULT.format(24) + SCRIPT[2][2] + end,
     ]
-    assert found.completion_ids[:3] == list(map(encode, whole))
-    results = [[tiny_tokenizer.decode(ids[slice(*span)]) for span in spans]
-               for ids, spans in zip(found.completion_ids, found.context, strict=True)]  # fmt: skip
+    assert [done.ids for done in found[:3]] == list(map(encode, whole))
+    results = [[tiny_tokenizer.decode(done.ids[slice(*span)]) for span in done.context] for done in found]
     assert results[:3] == [[RESULT.format(5)], [], [RESULT.format(23), RESULT.format(24)]]
     assert "error: the call cannot be read" in results[3][0]
-    assert found.texts[0] == "So five.</think>\n\n5", "rewards read the answer, not the call"
-    assert [[message["role"] for message in one.messages] for one in found.episodes[:3]] == [
+    assert found[0].text == "So five.</think>\n\n5", "rewards read the answer, not the call"
+    assert [[message["role"] for message in done.episode.messages] for done in found[:3]] == [
         ["assistant", "tool", "assistant"], ["assistant"], ["assistant", "tool"] * 2 + ["assistant"],
     ]  # fmt: skip
-    assert found.episodes[3].count("invalid") == 1 and not any(found.truncated)
-    prompt = tiny_tokenizer.decode(found.prompt_ids[0])
+    assert found[3].episode.count("invalid") == 1 and all(done.ended for done in found)
+    prompt = tiny_tokenizer.decode(found[0].prompt_ids)
     assert prompt == "2+3=", "a rendered prompt stays as it is"
 
 
@@ -184,16 +183,16 @@ def test_masks_are_those_of_grpo(make_tiny_model, tiny_tokenizer, tmp_path):
     trainer.train_dataset = data
     batch, _, _ = first_step(trainer)
     found = batch.judged.completions
-    assert found.prompt_ids == prompt_ids, "the tools are in the prompt"
+    assert [done.prompt_ids for done in found] == prompt_ids, "the tools are in the prompt"
     other = [row for row in range(8) if row % 4 == 3]  # the error of an unknown tool has other words
     own = [[int(value) for value in mask] for mask in batch.mask]
     for row in range(8):
         if row not in other:
-            assert (found.completion_ids[row], own[row]) == (completion_ids[row], masks[row])
-            assert [one["content"] for one in found.texts[row]] == [one["content"] for one in texts[row]]
+            assert (found[row].ids, own[row]) == (completion_ids[row], masks[row])
+            assert [one["content"] for one in found[row].text] == [one["content"] for one in texts[row]]
         else:
             turns_of = [split_turns(ids, spans_of(mask)) for ids, mask in
-                        ((found.completion_ids[row], own[row]), (completion_ids[row], masks[row]))]  # fmt: skip
+                        ((found[row].ids, own[row]), (completion_ids[row], masks[row]))]  # fmt: skip
             assert turns_of[0] == turns_of[1]
 
 
@@ -210,9 +209,9 @@ def test_budgets_hold_in_each_turn_and_in_all(make_tiny_model, tiny_tokenizer, t
     trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, long, **options)
     batch, _, _ = first_step(trainer)
     found = batch.judged.completions
-    first, second = split_turns(found.completion_ids[0], found.context[0])
+    first, second = found[0].turns
     assert (first.index(THINK_END), second.index(THINK_END)) == (6, 3)
-    assert [ids for start, end in found.forced[0] for ids in found.completion_ids[0][start:end]] == [THINK_END] * 2
+    assert [ids for start, end in found[0].forced for ids in found[0].ids[start:end]] == [THINK_END] * 2
     row = trainer.rloo.recorder._describe(batch)[0].tolist()
     assert row[4] == 9.0, "thinking_tokens: of both turns, without the tool's result"
 
