@@ -363,7 +363,7 @@ def test_an_embedded_model_takes_one_thread(make_run, tiny_folder, monkeypatch):
         torch.set_num_threads(2)
         for wanted, threads in (("2", 2), (None, 1)):
             monkeypatch.setenv("OMP_NUM_THREADS", "2") if wanted else monkeypatch.delenv("OMP_NUM_THREADS")
-            load(make_run(name="embedded/thinking"), check=False)
+            load(make_run(name="embedded/thinking"))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
