@@ -184,8 +184,8 @@ class Server:
 
 
 def find_server(connection_file: Path) -> Server | None:
-    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if its process does
-    not listen on its port on the loopback interface; nobody else gets the token.
+    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if no process of
+    this user listens on its port on the loopback interface; nobody else gets the token.
 
     Its file is next to the kernel's. It is read here because `jupyter_server.serverapp.list_running_servers` deletes
     the files of servers on other machines that share the folder, and a kernel's environment often lacks it.
@@ -197,6 +197,8 @@ def find_server(connection_file: Path) -> Server | None:
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
         process = psutil.Process(int(pid))
+        if process.username() != psutil.Process().username():
+            raise ServerError(f"the process {pid} of {file} belongs to {process.username()}")
         port, scheme = info["port"], "https" if info["secure"] else "http"
         sockets = (one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
         listens_on = {one.laddr.ip for one in sockets if one.laddr.port == port}

@@ -66,8 +66,7 @@ def test_resolved_file_loads_back_to_an_equal_run(stem: str, tmp_path: Path) -> 
 
 
 def test_assignment_is_checked_and_a_refused_one_changes_nothing(minimal: Path) -> None:
-    """`run.rloo.num_generations = 3` passed, and the trainer failed minutes later; `beta: unknown key` had no
-    section."""
+    """`run.rloo.num_generations = 3` passed, and the trainer failed later; `beta: unknown key` had no section."""
     run = load_config(minimal)
     for section, key, value, message in (
         (run.rloo, "num_generations", 3, "rloo: a rollout has 32 completions"),

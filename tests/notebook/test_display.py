@@ -144,8 +144,8 @@ def test_completions_side_by_side() -> None:
 
 
 def test_completions_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a log, a terminal and a script show, which prints it; an object's address is no help. Without a right answer
-    nothing is called wrong, and a model that does not think has no thinking to show."""
+    """What a log, a terminal and a script show, which prints it. Without a right answer nothing is called wrong, and a
+    model that does not think shows no thinking."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
     assert repr(shown) == shown._repr_mimebundle_()["text/plain"] == capsys.readouterr().out.rstrip("\n")

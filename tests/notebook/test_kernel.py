@@ -148,14 +148,19 @@ def test_a_server_is_called_on_loopback_where_it_listens(address, called, starte
     assert [headers["Authorization"] for headers in server.headers] == [f"token {TOKEN}"]
 
 
-def test_no_other_machine_gets_the_token(started_by, listen):
-    """`jupyter lab --ip=...` listens to everybody there, in plain text."""
+def test_no_other_machine_or_user_gets_the_token(started_by, listen):
+    """`jupyter lab --ip=...` listens to everybody there, in plain text; another user may own the port by now."""
     outside = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
     for address in (one for one in outside if not one.startswith("127.")):
         server = listen(address)
         with pytest.raises(ServerError, match="does not listen on port .* loopback"):
             find_server(started_by(server.port))
         assert not server.requests
+    if os.getuid() == 0:
+        with subprocess.Popen(["sleep", "60"], user=12345, cwd="/") as process:
+            with pytest.raises(ServerError, match="belongs to 12345"):
+                find_server(started_by(listen().port, process.pid))
+            process.kill()
 
 
 def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
@@ -170,9 +175,8 @@ def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
 
 
 def test_what_is_no_jupyter_is_the_servers_error(listen):
-    """A thread that waits for the end of the kernel died of it without a word. An SSH server answers, too. The address
-    that a redirect names would get the token, and an error in a shared notebook would hand the server to every
-    reader: the HTTP library's own reads Illegal header value b'token ...'."""
+    """A thread that waits for the end died of it. An SSH server answers, too; a redirect's address would get the token,
+    and so would every reader of the HTTP library's error: Illegal header value b'token ...'."""
     server, other = listen(), listen()
     for status, headers, body, error in (
         (200, {}, b"{", "cannot be queried: JSONDecodeError"),

@@ -81,7 +81,6 @@ SIXTY, TWO = ["rloo.max_steps=60"], ["rloo.max_steps=2"]
         ([OWN + "beta = 0.5\n", OWN], SIXTY),
         ([TYPO, "x = 1", OWN], SIXTY),
         ([OWN, "# Parameters\nmax_step = 1", OWN], SIXTY),
-        # the last that was added counts, and after a bare own cell too
         ([OWN, "# Parameters\nmax_step = 1", "# Parameters\nmax_steps = 2"], TWO),
         (["import os", BARE, "# Parameters\nmax_steps = 2"], TWO),
     ],

@@ -45,9 +45,9 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_a_gpu_and_its_libraries(run_fresh: RunFresh, tmp_path: Path) -> None:
-    """Memory that a forgotten kernel holds is the commonest cause of running out of it. bitsandbytes imports without
-    its CUDA part and raises at the first 4-bit layer, after the download. Another minor version of TRL may have other
-    methods, and vLLM 0.33 comes with another torch. The report is made to be pasted, so no secret is in it."""
+    """A forgotten kernel holds the memory that a run lacks. bitsandbytes imports without its CUDA part and raises at
+    the first 4-bit layer. Another TRL may have other methods, and vLLM 0.33 another torch. No secret is in what is
+    pasted."""
     (tmp_path / "work" / ".env").write_text(
         f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\nHF_ENDPOINT=http://me:{SECRET}@127.0.0.1:9\n{SECRET}\n"
     )
