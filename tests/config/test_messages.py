@@ -100,7 +100,6 @@ WRONG = {
     "thinking@own/backward.py', but 'own/backward.py' is a file, and task families are built in (addition,|"
     "data.source=rows.jsonl|model.name=smollm2/instruct|docs/embedded.md",
     "data.source=embedded/own/backward.py": "data.source is embedded/own/backward.py, but 'own/backward.py' is a file",
-    "sft.source=embedded/own/backward.py": "sft.source is embedded/own/backward.py, but 'own/backward.py' is a file",
     "data.source=embedded/addition|model.name=embedded/thinking@chain_sum": "knows only chain_sum, but data.source is "
     "embedded/addition; set data.source=",
     "data.source=reasoning_gym/number_sorting": "data.source is reasoning_gym/number_sorting; set data.source=",
