@@ -222,10 +222,6 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"name": "hybrid"},
-            "no embedded model 'hybrid': model.name is embedded/thinking, embedded/instruct, embedded/u",
-        ),
         ({"name": "thinking@dance"}, "no task family 'dance': take addition, subtraction"),
         ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
         ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
