@@ -46,17 +46,18 @@ class Advantages:
     lengths: Sequence[int]
     per_token: bool
 
-    def of(self, rows: list[int]) -> torch.Tensor:
-        """The advantages in the loss, for some rows: (R,), or (N,) with `per_token`."""
+    def of(self, rows: Sequence[int], by_token: bool = False) -> torch.Tensor:
+        """The advantages in the loss, for some rows: (R,), or (N,) with `per_token` or `by_token`."""
         if not self.per_token:
-            return self.trained[rows]
+            trained = self.trained[list(rows)]
+            return spread(trained, [self.lengths[row] for row in rows]) if by_token else trained
         parts = self.trained.split(list(self.lengths))
         return torch.cat([parts[row] for row in rows])
 
 
 def make_advantages(
     scores: torch.Tensor,
-    kl: torch.Tensor | None,
+    kl: torch.Tensor,
     mask: torch.Tensor,
     lengths: Sequence[int],
     group_size: int,
@@ -72,15 +73,14 @@ def make_advantages(
 
     Args:
         scores: (A,), whole groups; NaN where a completion is not scored. group_size: K; with 1 there is no baseline.
-        kl: (N,), log-ratio of the policy to the reference, of this process's rows; None without a penalty.
+        kl: (N,), log-ratio of the policy to the reference, of this process's rows; unused without a penalty.
         mask: (N,), 0 for tokens that are left out of the loss. lengths: tokens of this process's completions.
         gather: turns a tensor of this process's rows into one of all rows. mine: this process's rows among all.
     """
     # Standardized per-token advantages take their moments over tokens, with a penalty or without (beta 0).
-    by_token = settings.kl_form == "per_token" and (kl is not None or settings.normalize_advantages)
-    kl = torch.zeros_like(mask, dtype=scores.dtype) if by_token and kl is None else kl
+    by_token = settings.kl_form == "per_token" and (settings.beta != 0 or settings.normalize_advantages)
     rewards = scores
-    if kl is not None:
+    if settings.beta != 0:
         charged = scores - settings.beta * gather(kl_charge(kl, mask, lengths, settings.kl_form))
         rewards = charged.masked_fill(~charged.isfinite(), torch.nan)  # one infinity must not reach the siblings
     task = scores.masked_fill(rewards.isnan(), torch.nan)
@@ -89,14 +89,13 @@ def make_advantages(
         per_row = subtract_baseline(task if by_token or is_scaled else rewards, group_size, settings.baseline)  # (A,)
         if is_scaled:  # only the task's part: in a solved group only the KL varies
             per_row = scale_by_group(per_row, task, group_size)
-            if kl is not None and not by_token:
+            if settings.beta != 0 and not by_token:
                 per_row = per_row + subtract_baseline(rewards - task, group_size, settings.baseline)
     else:
         per_row = torch.full_like(task, torch.nan)
     if not by_token:
         per_row = zero_unscored(standardize(per_row, eps=SCALE_EPSILON) if settings.normalize_advantages else per_row)
         return Advantages(rewards, per_row, per_row[mine], lengths, per_token=False)
-    assert kl is not None
     tokens = spread(per_row[mine], lengths) - settings.beta * kl_to_go(kl, mask, lengths)  # (N,)
     tokens = tokens.masked_fill(~mask.bool(), torch.nan)
     if settings.normalize_advantages:  # on the sum: normalising only the task's part would not scale the penalty

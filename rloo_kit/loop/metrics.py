@@ -110,7 +110,6 @@ class Recorder:
 
     def rollout(self, batch: RolloutBatch) -> None:
         """Metrics, TRL's table of completions, and the rows for the listeners."""
-        assert batch.advantages is not None
         described = self._describe(batch)
         everywhere = self.parallel.gather(described)  # (A, columns)
         for name, value in self._measure(batch, batch.advantages, everywhere).items():
@@ -148,8 +147,6 @@ class Recorder:
                 hash(tuple(completion.ids)) % 2**24,  # exact in float32; the same in every process
             ])  # fmt: skip
         rows = torch.tensor(columns, dtype=torch.float32, device=batch.scores.device)
-        if batch.kl is None:
-            return torch.cat([rows, rows.new_zeros(len(rows), 3)], dim=1)
         kl, mask, lengths = pick(batch.kl), pick(batch.mask), batch.lengths
         penalty = kl_charge(kl, mask, lengths, self.settings.kl_form)
         charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), penalty]

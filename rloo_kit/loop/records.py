@@ -6,14 +6,14 @@ Shapes: B completions of this process, A of all processes, P_i and C_i tokens of
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
 from rloo_kit.completion import Completion
 from rloo_kit.gradient.advantages import Advantages
-from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, spread, sum_rows
+from rloo_kit.gradient.objective import RATIO_STATISTICS, LossParts, all_finite, sum_rows
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scores
 
@@ -47,11 +47,11 @@ class RolloutBatch:
         mask: B times (C_i,) bool, the trained tokens: without forced closes, tools' results, masked completions.
         scores: (A,), compared with siblings: after normalising and clipping, before the KL penalty; NaN for a
             completion that is not scored.
+        on_policy: no weight moves while the batch is in use, so each pass computes its own `old_logps`.
         sampler_logps: B times (C_i,), log-probabilities under the sampler; None if unknown.
-        old_logps: the same under the policy before it moved; None on-policy, where each pass uses its own.
-        kl: B times (C_i,), log-ratio of policy and reference, 0 where masked; None without a penalty. While advantages
-            are open, the passes fill it.
-        advantages: None until computed: at once, or by the passes that score the policy (`memory: fast`).
+        old_logps: the same under the policy before it moved; read off-policy only.
+        kl: B times (C_i,), log-ratio of policy and reference, 0 where masked and without a penalty.
+        is_open: `kl` and `advantages` are not final: `RLOOStep.settle` has not been called.
     """
 
     judged: Judged
@@ -61,10 +61,16 @@ class RolloutBatch:
     completions: list[torch.Tensor]
     mask: list[torch.Tensor]
     scores: torch.Tensor
-    sampler_logps: list[torch.Tensor] | None = None
-    old_logps: list[torch.Tensor] | None = None
-    kl: list[torch.Tensor] | None = None
-    advantages: Advantages | None = None
+    on_policy: bool
+    sampler_logps: list[torch.Tensor] | None
+    old_logps: list[torch.Tensor] = field(init=False)
+    kl: list[torch.Tensor] = field(init=False)
+    is_open: bool = field(init=False, default=True)
+    advantages: Advantages = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.old_logps = [torch.zeros_like(mask, dtype=torch.float32) for mask in self.mask]
+        self.kl = list(self.old_logps)
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -74,9 +80,10 @@ class RolloutBatch:
         """Tokens of each completion."""
         return [len(ids) for ids in self.completions]
 
-    def zeros(self) -> list[torch.Tensor]:
-        """B times (C_i,) float32, for passes to fill."""
-        return [torch.zeros_like(mask, dtype=torch.float32) for mask in self.mask]
+    def put_kl(self, rows: Sequence[int], logps: torch.Tensor, reference: torch.Tensor | None) -> None:
+        """Fill in some rows' KL from (N,) log-probabilities; None for a reference that equals the policy."""
+        ratio = torch.zeros_like(logps) if reference is None else logps - reference
+        put(self.kl, rows, ratio.where(pick(self.mask, rows), 0.0))
 
     def by_group(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, neighbours of one group together."""
@@ -109,11 +116,8 @@ class RolloutBatch:
 
     def with_signal(self, rows: list[int]) -> list[int]:
         """The rows that can move the policy: with a non-zero advantage and a trained token."""
-        assert self.advantages is not None
-        moving = self.advantages.trained != 0
-        if not self.advantages.per_token:
-            moving = spread(moving, self.lengths)
-        flags = [bool(part.any()) for part in (moving & pick(self.mask)).cpu().split(self.lengths)]
+        moving = (self.advantages.of(range(len(self)), by_token=True) != 0) & pick(self.mask)
+        flags = [bool(part.any()) for part in moving.cpu().split(self.lengths)]
         return [row for row in rows if flags[row]]
 
 
@@ -121,7 +125,7 @@ class StepStats:
     """Statistics of the passes of one optimizer step.
 
     Attributes:
-        loss: sum over the rows. rows: those of the step.
+        loss: sum over the rows. rows: those of the step. row_weight: factor of a row's loss in it.
         policy_loss: the same without the auxiliary loss. aux_loss: (2,), its sum over micro-steps, and their number.
         per_row: (B, 5), for each completion the `RATIO_STATISTICS` (with a ratio per token, their mean) and minus its
             log-probability, in nats; NaN where it was not computed.
@@ -131,8 +135,8 @@ class StepStats:
         weight: (2,), sum and number of the importance weights. is_finite: of every log-probability and KL.
     """
 
-    def __init__(self, size: int, rows: list[int], device: torch.device):
-        self.rows = rows
+    def __init__(self, size: int, rows: list[int], row_weight: float, device: torch.device):
+        self.rows, self.row_weight = rows, row_weight
         self.loss = torch.zeros((), device=device)
         self.per_row = torch.full((size, len(RATIO_STATISTICS) + 1), torch.nan, device=device)
         self.policy_loss = torch.zeros(1, device=device)

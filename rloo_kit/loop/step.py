@@ -6,20 +6,21 @@
 optimizer's step. Sampler, rewarder, scorer and recorder are attributes; they exchange the types of `records`.
 
 On-policy, the policy is scored once, with its graph: the log-ratio to the policy that sampled is 0, its gradient is
-not. With a KL penalty the advantages come from the same pass (`memory: fast`). In all other cases scoring comes first.
+not. A batch is open until its advantages are settled: at once, or with a KL penalty and `memory: fast` by `loss`.
 
 Shapes: B completions of this process, A of all processes, K a group, R of a pass, N their tokens end to end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
-from rloo_kit.gradient.objective import Objective, all_finite, correction_weights, policy_loss, spread
-from rloo_kit.gradient.scorer import PolicyScorer
+from rloo_kit.gradient.objective import Objective, all_finite, correction_weights, policy_loss
+from rloo_kit.gradient.scorer import PolicyScorer, Scores
 from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler, replace_tied_groups
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick, put
@@ -65,7 +66,7 @@ class RLOOStep:
     """The step, with its collaborators.
 
     Attributes:
-        broken: what was NaN or infinite in this step. skipped: counts the steps that were dropped for it.
+        broken: what was NaN or infinite in this step; None if nothing. skipped: counts the steps dropped for it.
     """
 
     settings: StepSettings
@@ -80,11 +81,11 @@ class RLOOStep:
 
     # ------------------------------------------------------------------------------------------------ the rollout
 
-    def roll_out(self, model: torch.nn.Module, rows: list[dict[str, Any]], leave_open: bool = False) -> RolloutBatch:
+    def roll_out(self, model: Module, rows: list[dict[str, Any]], leave_open: bool = False) -> RolloutBatch:
         """Sample completions of B rows of the dataset, each prompt K times, with their rewards and advantages.
 
-        The policy's mode says if this is training. `leave_open`: KL and advantages may wait for the pass that scores
-        the policy, see `StepSettings.scores_first`."""
+        The policy's mode says if this is training. `leave_open`: KL and advantages may wait for the passes of `loss`,
+        see `StepSettings.scores_first`."""
         self.recorder.begin()
         judged = self.judge(rows)
         if model.training and self.reservoir is not None:
@@ -99,8 +100,7 @@ class RLOOStep:
                 self.sampler.watch(judged.completions)
         batch = self.lay_out(judged, model.training)
         if leave_open and model.training and self.settings.advantage.beta and self.settings.scores_first is None:
-            batch.kl = batch.zeros()
-            return batch
+            return batch  # the passes that train score the policy, and so settle it
         with self.recorder.timed("gradient"):
             self.score(model, batch)
         self.settle(batch)
@@ -143,70 +143,66 @@ class RLOOStep:
             completions=ragged([completion.ids for completion in completions], torch.long),
             mask=ragged(masks, torch.bool),
             scores=scores,
+            on_policy=self.settings.on_policy or not training,
             sampler_logps=ragged(logps, torch.float32) if len(logps) == len(masks) else None,
         )
 
-    def score(self, model: torch.nn.Module, batch: RolloutBatch) -> None:
-        """Log-probabilities under the policy and, with a KL penalty, the reference, without a graph, if needed."""
-        stale = model.training and not self.settings.on_policy
-        beta = self.settings.advantage.beta
-        if not stale and not beta:
+    def score(self, model: Module, batch: RolloutBatch) -> None:
+        """Log-probabilities of the policy before it moves, and the KL of the whole batch, without a graph."""
+        if batch.on_policy and not self.settings.advantage.beta:  # then neither is read
             return
         self.scorer.choose_layout(batch.groups(range(len(batch))))
-        batch.old_logps, batch.kl = batch.zeros(), batch.zeros()
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, range(len(batch))):
                 groups = batch.groups(rows)
                 logps = self.scorer.score(model, groups, need_entropy=False).logps
                 put(batch.old_logps, rows, logps)
-                put(batch.kl, rows, self._log_ratio(batch, rows, logps, self.scorer.reference(model, groups)))
-        if model.training and not all_finite(*batch.kl):
-            self.broken = "the KL"
-        batch.old_logps = batch.old_logps if stale else None
-        batch.kl = batch.kl if beta else None
+                batch.put_kl(rows, logps, self.scorer.reference(model, groups))
+        if model.training:
+            self._expect_finite("the KL", all_finite(*batch.kl))
 
     def settle(self, batch: RolloutBatch) -> None:
         """Compute the advantages of the whole batch and record the rollout, so the log has what is trained."""
-        kl = None if batch.kl is None else pick(batch.kl)
-        together = (self.parallel.gather, self.parallel.rows(len(batch)))
-        settings = self.settings.advantage
-        batch.advantages = make_advantages(
-            batch.scores, kl, pick(batch.mask), batch.lengths, batch.group_size, settings, *together
-        )
+        kl, mask, lengths, settings = pick(batch.kl), pick(batch.mask), batch.lengths, self.settings.advantage
+        gather, mine = self.parallel.gather, self.parallel.rows(len(batch))
+        batch.advantages = make_advantages(batch.scores, kl, mask, lengths, batch.group_size, settings, gather, mine)
+        batch.is_open = False
         self.recorder.rollout(batch)
 
     # ------------------------------------------------------------------------------------------------ the gradient
 
     def loss(
-        self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
+        self, model: Module, batch: RolloutBatch, rows: list[int], backward: Backward, micro_steps: float = 1
     ) -> torch.Tensor:
         """The negative objective, summed over the rows, ascending, with the graph of the last pass.
 
-        All of the batch's rows if its advantages are open. Earlier passes go through `backward` here, so that only one
-        graph is alive at a time. `micro_steps`: how many the rows represent."""
+        All of the batch's rows if it is open. Earlier passes go through `backward` here, so that only one graph is
+        alive at a time. `micro_steps`: how many the rows represent."""
         self.scorer.choose_layout(batch.groups(range(len(batch))))  # one layout for all steps of the batch
-        is_open = batch.advantages is None
-        weight = self._weigh(batch, rows)
-        stats = StepStats(len(batch), rows, self.parallel.accelerator.device)
-        if self.settings.aux_loss_coef:  # a micro-step's experts are balanced over all of its rows
+        stats = StepStats(len(batch), rows, self._weigh(batch, rows), self.parallel.accelerator.device)
+        limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass  # 0: one sequence
+        if batch.is_open:  # an advantage needs its siblings' KL, which the same pass computes
+            run_pass, passes = self._open_pass, batch.passes(rows, self.scorer.tokens, limit, whole_groups=True)
+        elif self.settings.aux_loss_coef:  # a micro-step's experts are balanced over all of its rows
             size = max(1, round(len(rows) / micro_steps))
-            passes = [rows[first : first + size] for first in range(0, len(rows), size)]
+            run_pass, passes = self._settled_pass, [rows[first : first + size] for first in range(0, len(rows), size)]
         else:
-            passes = self.cut(batch, rows if is_open else batch.with_signal(rows), whole_groups=is_open)
+            run_pass, passes = self._settled_pass, self._cut(batch, batch.with_signal(rows), limit)
         count = self.parallel.equalize(len(passes))  # with sharded weights, all processes run equally many
-        for number, chosen in enumerate([*[[]] * (count - len(passes)), *passes], 1):
-            part = self._pass(model, batch, chosen, stats, weight) if chosen else self._empty_pass(model, batch)
+        passes = [[]] * (count - len(passes)) + passes
+        for number, chosen in enumerate(passes, 1):
+            part = run_pass(model, batch, chosen, stats)
             if number < count and part.requires_grad:
                 backward(part)
                 part = part.detach()
             stats.loss = stats.loss + part
-        if is_open:
+        if batch.is_open:
             self.settle(batch)
         if not self.parallel.any(count > 0):
             self._observe(model, batch, stats)
-        if model.training and not stats.is_finite:  # an evaluation affects no step
-            self.broken = "the log-probabilities or the KL"
-        self.recorder.step(stats, on_policy=self.settings.on_policy or not model.training)
+        if model.training:  # an evaluation affects no step
+            self._expect_finite("the log-probabilities or the KL", stats.is_finite)
+        self.recorder.step(stats, batch.on_policy)
         return stats.loss if stats.loss.requires_grad or not torch.is_grad_enabled() else stats.loss.requires_grad_()
 
     def _weigh(self, batch: RolloutBatch, rows: list[int]) -> float:
@@ -220,16 +216,11 @@ class RLOOStep:
         completions, tokens_of_all = every.sum(dim=0).tolist()
         return completions / max(tokens_of_all, 1)
 
-    def cut(self, batch: RolloutBatch, rows: Iterable[int], whole_groups: bool) -> list[list[int]]:
-        """The rows of each pass with a gradient: up to `tokens_per_pass` tokens; one sequence with `memory: low`."""
-        limit = 0 if self.settings.memory == "low" else self.settings.tokens_per_pass
-        return batch.passes(rows if whole_groups else self._sort(batch, rows), self.scorer.tokens, limit, whole_groups)
-
-    def _sort(self, batch: RolloutBatch, rows: Iterable[int]) -> Iterable[int]:
-        """Padded rows by length, so that those of a pass need little padding; others as they are."""
-        if self.scorer.layout != "padded":
-            return rows
-        return sorted(rows, key=lambda row: len(batch.prompts[row]) + len(batch.completions[row]))
+    def _cut(self, batch: RolloutBatch, rows: Sequence[int], limit: int) -> list[list[int]]:
+        """The rows of each pass, up to `limit` tokens; padded ones by length, so that a pass needs little padding."""
+        if self.scorer.layout == "padded":
+            rows = sorted(rows, key=lambda row: len(batch.prompts[row]) + len(batch.completions[row]))
+        return batch.passes(rows, self.scorer.tokens, limit, whole_groups=False)
 
     def _cut_without_graph(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """The rows of each pass without a graph; with `memory: low`, up to the tokens of the longest sequence. With
@@ -237,56 +228,50 @@ class RLOOStep:
         limit = self.settings.tokens_per_pass
         if self.settings.memory == "low":
             limit = max(self.scorer.tokens(batch.groups([row])) for row in rows)
-        passes = batch.passes(self._sort(batch, rows), self.scorer.tokens, limit, whole_groups=False)
+        passes = self._cut(batch, rows, limit)
         return passes + passes[-1:] * (self.parallel.equalize(len(passes)) - len(passes))
 
-    def _pass(
-        self, model: torch.nn.Module, batch: RolloutBatch, rows: list[int], stats: StepStats, weight: float
-    ) -> torch.Tensor:
-        """The loss of some rows times their weight, from one scoring pass with its graph.
+    def _open_pass(self, model: Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
+        """The loss of whole groups: KL, advantages and gradient come from one scoring of the policy."""
+        groups = batch.groups(rows or [0])
+        reference = self.scorer.reference(model, groups)  # before the graph takes its memory
+        scores = self.scorer.score(model, groups)
+        if not rows:  # a loss of 0 with a graph, computed like the other processes' passes
+            return scores.logps.sum() * 0.0
+        batch.put_kl(rows, scores.logps.detach(), reference)
+        kl, mask, lengths = pick(batch.kl, rows), pick(batch.mask, rows), [len(batch.mask[row]) for row in rows]
+        stats.is_finite &= all_finite(kl)
+        own = batch.scores[[batch.first + row for row in rows]]
+        made = make_advantages(own, kl, mask, lengths, batch.group_size, self.settings.advantage)
+        advantages = made.of(range(len(rows)), by_token=self.settings.objective.ratio_form == "per_token")
+        return self._add_loss(batch, rows, scores, advantages, stats)
 
-        Open advantages are computed from the same pass."""
-        lengths, mask, groups = [len(batch.mask[row]) for row in rows], pick(batch.mask, rows), batch.groups(rows)
-        if batch.advantages is None:
-            reference = self.scorer.reference(model, groups)  # before the graph takes its memory
-            scores = self.scorer.score(model, groups)
-            kl = self._log_ratio(batch, rows, scores.logps.detach(), reference)
-            assert batch.kl is not None
-            put(batch.kl, rows, kl)
-            stats.is_finite &= all_finite(kl)
-            own = batch.scores[[batch.first + row for row in rows]]
-            made = make_advantages(own, kl, mask, lengths, batch.group_size, self.settings.advantage)
-            advantages, per_token = made.trained, made.per_token
-        else:
-            scores = self.scorer.score(model, groups, balanced=mask if self.settings.aux_loss_coef else None)
-            advantages, per_token = batch.advantages.of(rows), batch.advantages.per_token
-        if self.settings.objective.ratio_form == "per_token" and not per_token:
-            advantages = spread(advantages, lengths)
-        old = scores.logps.detach() if batch.old_logps is None else pick(batch.old_logps, rows)
+    def _settled_pass(self, model: Module, batch: RolloutBatch, rows: list[int], stats: StepStats) -> torch.Tensor:
+        """The loss of some rows, with the advantages of the whole rollout."""
+        balanced = pick(batch.mask, rows) if rows and self.settings.aux_loss_coef else None
+        scores = self.scorer.score(model, batch.groups(rows or [0]), balanced=balanced)
+        if not rows:
+            return scores.logps.sum() * 0.0
+        advantages = batch.advantages.of(rows, by_token=self.settings.objective.ratio_form == "per_token")
+        return self._add_loss(batch, rows, scores, advantages, stats)
+
+    def _add_loss(
+        self, batch: RolloutBatch, rows: list[int], scores: Scores, advantages: torch.Tensor, stats: StepStats
+    ) -> torch.Tensor:
+        """The loss of rows that a pass has scored, with its statistics."""
+        mask, lengths = pick(batch.mask, rows), [len(batch.mask[row]) for row in rows]
+        # On-policy the ratio is exactly 1: the rounding of a separate pass could reach the clip.
+        old = scores.logps.detach() if batch.on_policy else pick(batch.old_logps, rows)
         weights = self._correct(batch, rows, old, mask, stats)
         parts = policy_loss(scores.logps, old, lengths, mask, advantages, self.settings.objective, weights)
         stats.add(rows, mask, scores, old, parts)
         stats.add_entropy(rows, lengths, mask, scores)
-        policy = parts.per_row.sum() * weight
+        policy = parts.per_row.sum() * stats.row_weight
         stats.policy_loss += policy.detach()
         if scores.aux_loss is None:
             return policy
         stats.aux_loss += torch.stack([scores.aux_loss.detach(), torch.ones_like(scores.aux_loss)])
         return policy + self.settings.aux_loss_coef * scores.aux_loss * len(rows)
-
-    def _empty_pass(self, model: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
-        """A loss of 0 with a graph, computed like the other processes' losses."""
-        groups = batch.groups([0])
-        if batch.advantages is None:
-            self.scorer.reference(model, groups)
-        return self.scorer.score(model, groups).logps.sum() * 0.0
-
-    def _log_ratio(
-        self, batch: RolloutBatch, rows: list[int], logps: torch.Tensor, reference: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Log-ratio of policy and reference at each token, (N,), 0 if masked or if the two are the same."""
-        ratio = torch.zeros_like(logps) if reference is None else logps - reference
-        return ratio.where(pick(batch.mask, rows), 0.0)
 
     def _correct(
         self, batch: RolloutBatch, rows: list[int], old: torch.Tensor, mask: torch.Tensor, stats: StepStats
@@ -305,7 +290,7 @@ class RLOOStep:
         stats.weight += torch.stack([(weights * mask).sum(), mask.sum().float()])
         return weights
 
-    def _observe(self, model: torch.nn.Module, batch: RolloutBatch, stats: StepStats) -> None:
+    def _observe(self, model: Module, batch: RolloutBatch, stats: StepStats) -> None:
         """Record entropy (it shows a collapsed policy) and sampler gap of a step without a learning signal."""
         with torch.no_grad():
             for rows in self._cut_without_graph(batch, stats.rows):
@@ -317,6 +302,11 @@ class RLOOStep:
 
     # ------------------------------------------------------------------------------------------------ its end
 
+    def _expect_finite(self, what: str, is_finite: bool) -> None:
+        """A step with a NaN or an infinity is broken: `close` drops it, and says where the last one was found."""
+        if not is_finite:
+            self.broken = what
+
     def close(self, parameters: list[torch.nn.Parameter], number: int) -> None:
         """Before the optimizer's step: drop the gradients of a step with a NaN or an infinity, and count it.
 
@@ -324,16 +314,15 @@ class RLOOStep:
         of the optimizer step, from 1."""
         gradients = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
         scales_itself = self.parallel.accelerator.scaler is not None  # float16: the scaler skips steps itself
-        if gradients and not scales_itself and not all_finite(*torch._foreach_norm(gradients)):
-            self.broken = self.broken or "the gradient"
-        is_broken = self.parallel.any(self.broken is not None)
-        reason = (self.broken or "another process") if is_broken else None
+        if self.broken is None and gradients and not scales_itself:
+            self._expect_finite("the gradient", all_finite(*torch._foreach_norm(gradients)))
+        reason = (self.broken or "another process") if self.parallel.any(self.broken is not None) else None
         if self.skipped.add(reason):
             how_often = f"{self.skipped.in_a_row} in a row; {self.skipped.patience} stop the run"
             say(f"WARNING: step {number} is skipped: NaN or infinity in {reason} ({how_often})")
         self.broken = None
         for parameter in parameters:
-            if is_broken:
+            if reason is not None:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

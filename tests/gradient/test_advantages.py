@@ -123,7 +123,7 @@ def test_advantages_equal_plain_python(baseline, form, option):
             continue
         assert torch.equal(found.per_row, found.trained)
         if option == "scale_rewards" and baseline != "none":
-            alone = make_advantages(torch.tensor(scores), None, mask, lengths, group, settings)
+            alone = make_advantages(torch.tensor(scores), torch.zeros_like(kl), mask, lengths, group, settings)
             assert alone.trained[:group].tolist() == [0.0] * group, "tied: exactly 0, or it is trained on rounding"
 
 
@@ -132,8 +132,7 @@ def test_moments_of_tokens_do_not_wait_for_a_penalty():
     lengths, scores = [2, 2, 30, 30], torch.tensor([0.0, 0.0, 1.0, 1.0])
     settings = [AdvantageSettings(beta, "per_token", "none", normalize_advantages=True) for beta in (0.0, 1e-9)]
     ones = torch.ones(sum(lengths))
-    without = make_advantages(scores, None, ones, lengths, 2, settings[0])
-    tiny = make_advantages(scores, torch.zeros_like(ones), ones, lengths, 2, settings[1])
+    without, tiny = (make_advantages(scores, torch.zeros_like(ones), ones, lengths, 2, each) for each in settings)
     assert without.per_token and without.trained.tolist() == pytest.approx(tiny.trained.tolist(), abs=1e-6)
     assert abs(without.trained.mean().item()) < 1e-5 and without.per_row[0].item() == pytest.approx(-3.84, abs=0.01)
 

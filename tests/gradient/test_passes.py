@@ -144,13 +144,13 @@ def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
     today, computed mostly padding."""
     expected, _ = step(memory=memory)
     seen: list[list[int]] = []
-    plain = RLOOStep._pass
+    plain = RLOOStep._settled_pass
 
     def note(self, model, batch, rows, *more):
         seen.append([len(batch.prompts[row]) + len(batch.completions[row]) for row in rows])
         return plain(self, model, batch, rows, *more)
 
-    monkeypatch.setattr(RLOOStep, "_pass", note)
+    monkeypatch.setattr(RLOOStep, "_settled_pass", note)
     found, trainer = step(memory=memory, attention="eager", tokens_per_pass=170)
     assert off(found, expected) < TOLERANCE and trainer.rloo.scorer.layout == "padded"
     lengths = [length for rows in seen for length in rows]
