@@ -19,7 +19,7 @@ from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
@@ -141,7 +141,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none. `last`: logged
     steps to average for the level, at least 1."""
     run = find_run(source)
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(

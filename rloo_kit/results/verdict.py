@@ -25,6 +25,7 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
@@ -78,7 +79,7 @@ class TrainResult:
 
 def load_result(run: RunConfig) -> TrainResult:
     """The result of a run from its folder, finished or not. Raises RunNotFoundError if there is no run."""
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
@@ -103,7 +104,7 @@ def load_result(run: RunConfig) -> TrainResult:
 def is_over(run: RunConfig) -> bool:
     """Whether a run is complete: it finished with this configuration (except `run.*` and `health.*`), and its weights
     and the evaluations and report it asks for exist."""
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     if run_dir.status().get("state") != "finished":
         return False
     try:

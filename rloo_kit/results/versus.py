@@ -23,7 +23,8 @@ from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import INPUTS, RunDir
+from rloo_kit.runs.folder import INPUTS
+from rloo_kit.runs.reader import read_run_id
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
 
@@ -260,7 +261,7 @@ def _curves(runs: Sequence[Contestant]) -> list[Drawing]:
     held_out = {}  # before, during and after training
     for one in runs:
         folder = Path(one.result.folder)
-        sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, RunDir(folder).id))}
+        sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, read_run_id(folder)))}
         ends = {0: one.before, one.result.kept_step: one.after}
         sides |= {step: HeldOut(step, side) for step, side in ends.items() if side is not None}
         held_out[one.name] = measured_points([sides[step] for step in sorted(sides)], measure)
