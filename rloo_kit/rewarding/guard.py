@@ -195,6 +195,13 @@ class Scored:
         """Whether the reward failed, per sample."""
         return [problem is not None for problem in self.problems]
 
+    @property
+    def marked(self) -> list[float | None]:
+        """The values, NaN where the reward failed."""
+        return [
+            value if problem is None else math.nan for value, problem in zip(self.values, self.problems, strict=True)
+        ]
+
 
 class GuardedReward:
     """A reward that scores the other samples if it fails on one.
