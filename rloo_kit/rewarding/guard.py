@@ -7,6 +7,7 @@ process imports this module, so no torch here.
 import asyncio
 import functools
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
