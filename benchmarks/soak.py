@@ -57,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def watch_run(steps: int, folder: Path) -> dict[str, Any]:
     """Train for `steps` steps; 40 samples, or one a step."""
-    from rloo_kit.runs.folder import RunDir
+    from rloo_kit.runs.reader import RunReader
 
-    run_dir = RunDir(folder / "soak")
+    run_dir = RunReader(folder / "soak")
     words = ["train", *SETTINGS, f"rloo.max_steps={steps}", f"run.output_dir={folder}"]
     return {"samples": watch(words, folder, lambda: run_dir.status().get("step") or 0, max(steps // 40, 1))}
 

@@ -89,7 +89,9 @@ class Side:
         from transformers import TrainerCallback
 
         side, trainer = self, self.trainer
-        generate, calculate_rewards = trainer._generate_single_turn, trainer._calculate_rewards
+        generate = trainer._generate_single_turn
+        rewarder, method = (trainer.rloo.rewarder, "judge") if self.engine else (trainer, "_calculate_rewards")
+        calculate_rewards = getattr(rewarder, method)
 
         def roll_out(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
             with side._timed("rollout"):
@@ -117,7 +119,8 @@ class Side:
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 self.section.__exit__(None, None, None)
 
-        trainer._generate_single_turn, trainer._calculate_rewards = roll_out, rewards
+        trainer._generate_single_turn = roll_out
+        setattr(rewarder, method, rewards)
         trainer.add_callback(Steps())
 
 

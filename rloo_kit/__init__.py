@@ -22,6 +22,7 @@ _EXPORTS = {
     "build_rewards": "rewarding.registry",
     "check_preflight": "preflight.preflight",
     "generate_completions": "rollout.completions",
+    "make_budget_limits": "rollout.thinking_budget",
     "evaluate": "evals.evaluate",
     "ask": "evals.ask",
     "compare": "results.changes",

@@ -31,7 +31,7 @@ class Scripted:
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_POST = do_DELETE = do_GET
+            do_HEAD = do_POST = do_DELETE = do_GET
 
             def log_message(self, *_: Any) -> None:
                 """Tests have enough to read."""

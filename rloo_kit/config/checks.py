@@ -241,8 +241,7 @@ def find_eval_problem(per_device: int, num_generations: int) -> str | None:
 
 
 def find_prompt_problem(prompts: int, values: Mapping[str, Any]) -> str | None:
-    """Why a training set of `prompts` does not fill one rollout, so that no step could run; None if it does.
-    `values`: as in `find_batch_problems`."""
+    """Why `prompts` do not fill one rollout, so that no step could run; `values` as in `find_batch_problems`."""
     completions, arithmetic = _rollout(values)
     group = values["num_generations"]
     if prompts >= (needed := completions // group):
@@ -378,8 +377,7 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
 
 
 def find_gym_problem(sources: list[str], section: Any) -> str | None:
-    """Why `sources` do not take the keys of `section` (data, or one source of a mix): options without a task, or keys
-    that no task reads; None if they do."""
+    """Why `sources` do not take the keys of `section` (data, or one source of a mix); None if they do."""
     options, level = section.options, section.curriculum_level
     are_tasks = [source.startswith(GYM_PREFIX) for source in sources]
     names = "subset", "split", "prompt_column", "answer_column", "answer_after"

@@ -94,21 +94,23 @@ TRAINER_NAMES: dict[str, OldName] = {
     "data_collator": OldName(object, None, "prompts are tokenized in the loop; leave it out"),
 }
 
-# Keys of a run's file that are in another section today.
-_MOVED = {
-    "rloo.exp_name": "run.name",
-    "rloo.run_name": "run.name",
-    "rloo.sft_model_path": "model.name",
-    "rloo.base_model": "model.name",
-    "rloo.policy": "model.name",
-    "rloo.max_prompt_length": "data.max_prompt_length",
-    "rloo.seed": "run.seed",
-    "rloo.output_dir": "run.output_dir",
-    "rloo.gradient_checkpointing": "model.gradient_checkpointing",
+_REWARDS = ("reward_model", "reward_model_path", "reward_funcs")
+# Keys of a run's file that are in another section today, are rewards, or have no effect.
+_FILE_NAMES: dict[str, OldName] = {
+    **{f"{place}{name}": OldName(object, "rewards") for place in ("", "rloo.") for name in _REWARDS},
+    "rloo.exp_name": OldName(str, "run.name"),
+    "rloo.run_name": OldName(str, "run.name"),
+    "rloo.sft_model_path": OldName(str, "model.name"),
+    "rloo.base_model": OldName(str, "model.name"),
+    "rloo.policy": OldName(str, "model.name"),
+    "rloo.max_prompt_length": OldName(int, "data.max_prompt_length"),
+    "rloo.seed": OldName(int, "run.seed"),
+    "rloo.output_dir": OldName(str, "run.output_dir"),
+    "rloo.gradient_checkpointing": OldName(bool, "model.gradient_checkpointing"),
+    "health.nothing_learnt": OldName(
+        str, None, "the verdict says whether a run learnt, and eval.patience stops one that does not"
+    ),
 }
-
-# Keys of a run's file that have no effect today, and what to do instead.
-_GONE = {"health.nothing_learnt": "the verdict says whether a run learnt, and eval.patience stops one that does not"}
 
 
 def translate_config(
@@ -213,43 +215,39 @@ def _check_count(name: str, value: Any) -> int:
 
 def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str) -> None:
     """Set `name`; `old` and `new` are both full names for the message."""
-    found = values.get(name)
-    if found is not None and found != value:
-        raise ConfigError(f"{old} means {new}={value}, but {new}={found} is given too; keep {new} and remove {old}")
+    given = values.get(name)
+    if given is not None and given != value:
+        raise ConfigError(f"{old} means {new}={value}, but {new}={given} is given too; keep {new} and remove {old}")
     values[name] = value
 
 
 def translate_file(values: dict[str, Any]) -> list[str]:
-    """Translate the old names in a run's file, in place; a message for each; null counts as not given.
-
-    Raises:
-        ConfigError: as `translate_config`."""
+    """Translate the old names in a run's file, in place; a message for each; null counts as not given. Raises
+    ConfigError as `translate_config`."""
     messages = []
-    for place, where in ((values, ""), (values.get("rloo"), "rloo.")):
-        for old in ("reward_model", "reward_model_path", "reward_funcs"):
-            if isinstance(place, dict) and not isinstance(place.get(old), dict | None):  # a mapping is today's section
-                items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(place.pop(old))]
-                values["rewards"] = [*_listed(values.get("rewards") or []), *items]
-                messages.append(f"{where}{old} is an item of rewards today; read as rewards: {items}")
-    for old, new in _MOVED.items():
-        (above, key), (other, target) = old.split("."), new.split(".")
-        place = values.get(above)
-        value = place.pop(key, None) if isinstance(place, dict) else None
-        if value is None:
+    for old, entry in _FILE_NAMES.items():
+        above, _, key = old.rpartition(".")
+        place = values.get(above) if above else values
+        is_section = entry.new == "rewards" and isinstance(place, dict) and isinstance(place.get(key), dict | None)
+        if not isinstance(place, dict) or key not in place or is_section:  # a mapping is today's section reward_model
             continue
-        there = values[other] = {} if values.get(other) is None else values[other]  # an empty section is None
-        if isinstance(there, dict):  # anything else is refused with the rest of the file
-            _set_once(there, target, value, old, new)
-            messages.append(f"{old} belongs to {new}; read as {new}={value}")
-    for old, note in _GONE.items():
-        above, key = old.split(".")
-        if isinstance(values.get(above), dict) and key in values[above]:
-            del values[above][key]
-            messages.append(f"{old} has no effect any more: {note}")
-    section = values.get("rloo")
-    if not isinstance(section, dict):
+        value = place.pop(key)
+        if entry.new is None:
+            messages.append(f"{old} has no effect any more: {entry.note}")
+        elif entry.new == "rewards":
+            items = [{"name": "reward_model", "params": {"model": name}} for name in _listed(value)]
+            values["rewards"] = [*_listed(values.get("rewards") or []), *items]
+            messages.append(f"{old} is an item of rewards today; read as rewards: {items}")
+        elif value is not None:
+            section, _, target = entry.new.partition(".")
+            values[section] = {} if values.get(section) is None else values[section]  # an empty section is None
+            if isinstance(values[section], dict):  # anything else is refused with the rest of the file
+                _set_once(values[section], target, value, old, entry.new)
+                messages.append(f"{old} belongs to {entry.new}; read as {entry.new}={value}")
+    rloo = values.get("rloo")
+    if not isinstance(rloo, dict):
         return messages
-    given = {str(key): value for key, value in section.items()}
+    given = {str(key): value for key, value in rloo.items()}
     usual = {}
     if "total_episodes" in given:
         name = "num_generations" if given.get("num_generations") else "rloo_k"

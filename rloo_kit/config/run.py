@@ -101,8 +101,7 @@ class RunConfig(Section):
             raise ConfigError(explain_errors(error, RunConfig)) from None
 
     def check_prompts(self, prompts: int | None = None) -> None:
-        """Refuse, with ConfigError, a training set of `prompts` that does not fill one rollout; without a number (not
-        read yet), the largest possible one."""
+        """Refuse, with ConfigError, `prompts` that do not fill one rollout; None (not read yet): the most possible."""
         if prompts is None:
             if self.data.num_prompts is None:
                 return
@@ -388,8 +387,8 @@ ON_RESUME: dict[str, str | None] = {  # how a key may change, if it may
 def changed_keys(saved: Keys, now: Keys) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with the saved and the new value.
 
-    >>> changed_keys({"rloo": {"beta": 0.0, "max_steps": 5}}, {"rloo": {"beta": 0.1, "max_steps": 5}})
-    {'rloo.beta': (0.0, 0.1)}
+    >>> changed_keys({"rewards": [{"weight": 1.0}]}, {"rewards": [{"weight": 2.0}, {"name": "c"}]})
+    {'rewards.0.weight': (1.0, 2.0), 'rewards.1.name': (None, 'c')}
     """
     left, right = _flatten(saved), _flatten(now)
     return {key: pair for key in left | right if (pair := (left.get(key), right.get(key)))[0] != pair[1]}

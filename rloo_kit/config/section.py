@@ -98,8 +98,7 @@ class Section(BaseModel):
 
 
 def describe_field(field: FieldInfo) -> str:
-    """A field's type and bounds in words: "a whole number or null, at least 1"; bounds of 2**31 and more are left
-    out."""
+    """A field's type and bounds in words, those of 2**31 and more left out: "a whole number or null, at least 1"."""
     signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     metadata = list(field.metadata)
     if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
@@ -224,12 +223,8 @@ def explain_errors(
     changed: dict[Key, str] | None = None,
 ) -> str:
     """All errors of `model`, one per line: the dotted key, what was found, pydantic's rule or the nearest key.
-
-    Args:
-        prefix: dotted path of `model` in its file, with a trailing dot.
-        file, lines: the file and the line of each key, for the place of each error.
-        changed: keys that were set by overrides, with the override, which is the place then.
-    """
+    `prefix`: the dotted path of `model` in its file, with a trailing dot. The place of each error is its line in the
+    `file`, or the override that set the key (`changed`)."""
     found: dict[str, None] = {}  # a dict, because a union reports the same error once per branch
     for entry in error.errors():
         place = "" if file is None else f"{_find_place(entry['loc'], file, lines or {}, changed or {})}: "

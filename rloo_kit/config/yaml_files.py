@@ -108,8 +108,7 @@ def write_value(value: Any) -> str:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Lines]:
-    """`read_yaml` of the file at `path`. Raises ConfigError if it is missing, not UTF-8, not a regular
-    file or not a YAML mapping."""
+    """`read_yaml` of the file at `path`; ConfigError as `read_text`, and if it is missing or not a YAML mapping."""
     try:
         text = read_text(path)
     except FileNotFoundError:

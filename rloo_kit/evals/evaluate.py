@@ -117,11 +117,7 @@ class HeldOutRewards:
             batch = {name: values[start : start + at_once] for name, values in columns.items()}
             scored = score(self._rewards, batch, **self._constant)
             messages += [message for reward in scored for message in reward.failures[:1]]
-            values = [
-                [math.nan if failed else value for value, failed in zip(reward.values, reward.failed, strict=True)]
-                for reward in scored
-            ]
-            rows += map(list, zip(*values, strict=True))
+            rows += map(list, zip(*(reward.marked for reward in scored), strict=True))
         return rows, messages
 
 

@@ -232,17 +232,8 @@ def find_base(run: RunConfig, base: str) -> dict[str, Any]:
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:
-    """Create the repository if it does not exist, and upload the folder in one commit.
-
-    Args:
-        repo: OWNER/NAME. message: of the commit.
-
-    Returns:
-        the address of the repository.
-
-    Raises:
-        ExportError: refused or unreachable; the folder stays in place.
-    """
+    """Create the repository OWNER/NAME if it does not exist, and upload the folder in one commit; returns its address.
+    Raises ExportError if that is refused or unreachable; the folder stays in place."""
     api = HfApi()
     try:
         address = api.create_repo(repo, exist_ok=True)

@@ -30,6 +30,7 @@ from rloo_kit.models.adapters import follow_umask
 from rloo_kit.models.policy import Policy
 from rloo_kit.models.source import write_shards
 from rloo_kit.results.changes import compare
+from rloo_kit.results.evaluation import named_sides
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.files import read_object, write_json, write_text
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
@@ -66,37 +67,28 @@ def public_name(name: str) -> str:
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:
-    """The text of the card.
-
-    Args:
-        run: as trained, with its folder. target: adapter, merged, gguf or vllm.
-        base: name of the base model. verdict: lines of the certificate.
-        loading: what the snippet of this target names, see `card.md.jinja`.
-    """
+    """The text of the card; `loading`: what the snippet of this target names, see `card.md.jinja`."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"cell": _cell, "quote": quote, "g": "{:g}".format}
+    environment.filters |= {"quote": quote, "g": "{:g}".format, "public": public_name}
+    environment.filters["cell"] = lambda value: " ".join(str(value).replace("|", "\\|").split())  # of a table
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    rloo, status = run.rloo, read_object(run.folder / "status.json")
-    before, after = (load_evaluation(run, when) for when in ("before", "after"))
-    sides = [one for one in (before, after) if one is not None]
-    old, new = (dict(one.rows(*sides)) if one is not None else {} for one in (before, after))
+    rloo, before, after = run.rloo, load_evaluation(run, "before"), load_evaluation(run, "after")
+    sides = named_sides(before, after)
+    rows = {name: dict(side.rows(*sides.values())) for name, side in sides.items()}
+    old, new = rows.get("before", {}), rows.get("after", {})
     versions = read_object(run.folder / "versions.json").get("versions") or {}
     return template.render(
         front=_front_matter(run, target, base),
         run=run,
-        rloo=rloo,
-        lora=run.model.lora,
         base=base,
         method=describe_method(dict(rloo)),
         ratio=choose_ratio_form(rloo.ratio_form, rloo.kl_form, rloo.token_mean),
-        sources=", ".join(public_name(source) for source in run.data.all_sources),
-        rewards=", ".join(f"{public_name(one.name)} x {one.weight:g}" for one in run.rewards),
         results={name: (old.get(name, ""), new.get(name, "")) for name in old | new},
         change=compare(before, after) if before is not None and after is not None else None,
-        status={"step": "?", "state": "unknown", "adapter_step": "?"} | status,
-        trained_with=", ".join(f"{name} {found}" for name, found in versions.items() if found),
+        status={"step": "?", "state": "unknown", "adapter_step": "?"} | read_object(run.folder / "status.json"),
+        trained_with=", ".join(f"{name} {number}" for name, number in versions.items() if number),
         exported_with=f"rloo-kit {__version__}, transformers {version('transformers')}",
         target=target,
         verdict=verdict,
@@ -105,21 +97,15 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
 
 
 def _front_matter(run: RunConfig, target: str, base: str) -> str:
-    found: dict[str, Any] = {"library_name": LIBRARIES[target], "pipeline_tag": "text-generation"}
+    front: dict[str, Any] = {"library_name": LIBRARIES[target], "pipeline_tag": "text-generation"}
     if hub_id(base):
         relation = {"adapter": "adapter", "gguf": "quantized"}.get(target, "finetune")
-        found |= {"base_model": hub_id(base), "base_model_relation": relation}
-    data = [name for source in run.data.all_sources if (name := hub_id(source))]
-    if data:
-        found["datasets"] = data
+        front |= {"base_model": hub_id(base), "base_model_relation": relation}
+    if data := list(filter(None, map(hub_id, run.data.all_sources))):
+        front["datasets"] = data
     method = (name_method(dict(run.rloo)) or "policy gradient").lower().replace(". ", "-").replace(" ", "-")
-    found["tags"] = [method, "reinforcement-learning", "trl", "rloo-kit", *(["lora"] if run.model.lora else [])]
-    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
-
-
-def _cell(value: Any) -> str:
-    """A value escaped for a table cell."""
-    return " ".join(str(value).replace("|", "\\|").split())
+    front["tags"] = [method, "reinforcement-learning", "trl", "rloo-kit", *(["lora"] if run.model.lora else [])]
+    return yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -167,17 +153,6 @@ class Written:
     request: dict[str, Any] = field(default_factory=dict)
 
 
-def name_base(base: str) -> tuple[str, bool]:
-    """The name of the base in a published adapter, and whether the adapter's folder includes the base.
-
-    A hub id stays, even if the model came from the hub's cache. The embedded model is not on the hub, so its folder
-    (2 MB, or 83 MB with Qwen3's vocabulary) is included. Any other folder is named by the last part of its path.
-    """
-    if (found := hub_id(base)) is not None:
-        return found, False
-    return Path(base).name, Path(base).resolve().parent == cache_folder().resolve()
-
-
 def digest(file: Path) -> str:
     """SHA-256 of a file."""
     with open(file, "rb") as opened:
@@ -199,7 +174,9 @@ def export_adapter(job: Job) -> Written:
     for file in sorted(saved.iterdir()):
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
             shutil.copyfile(file, job.staged / file.name)
-    name, included = name_base(job.base)
+    # The embedded model is not on the hub, so its folder (2 MB, or 83 MB with Qwen3's vocabulary) is included.
+    name = hub_id(job.base) or Path(job.base).name
+    included = hub_id(job.base) is None and Path(job.base).resolve().parent == cache_folder().resolve()
     settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = name
     write_json(job.staged / ADAPTER_CONFIG, settings)

@@ -48,12 +48,8 @@ def check_gguf(config: Any) -> None:
 def write_gguf(
     weights: list[Weight], folder: Path, tokenizer: Any, config: Any, file: Path, kind: str, name: str
 ) -> None:
-    """Write `file`.
-
-    Args:
-        weights: of the merged model. folder: with its `config.json` and tokenizer. config: the loaded `config.json`.
-        kind: f32, f16, bf16 or q8_0; vectors are in float32. name: of the model, for display.
-    """
+    """Write `file` in `kind` (f32, f16, bf16 or q8_0; vectors are in float32), with the `config.json` and the tokenizer
+    of `folder`; `name` is shown."""
     arch = config.model_type
     writer = gguf.GGUFWriter(file, arch)
     file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
@@ -132,18 +128,12 @@ def _add_shape(writer: Any, config: Any) -> None:
 def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> None:
     """A byte-level BPE. Rows without a token are marked unused. Added tokens that are not special, such as the
     thinking tags, are marked user-defined, so that readers keep them in the text."""
-    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
-    tokens, types = [], []
-    for index in range(config.vocab_size):
-        if index not in by_id:
-            kind = gguf.TokenType.UNUSED
-        elif index in added:
-            kind = gguf.TokenType.CONTROL if added[index].special else gguf.TokenType.USER_DEFINED
-        else:
-            kind = gguf.TokenType.NORMAL
-        tokens.append(by_id.get(index, f"[PAD{index}]"))
-        types.append(kind)
+    tokens = [f"[PAD{index}]" for index in range(config.vocab_size)]
+    types = [gguf.TokenType.UNUSED] * config.vocab_size
+    for token, index in tokenizer.get_vocab().items():
+        tokens[index], types[index] = token, gguf.TokenType.NORMAL
+    for index, token in tokenizer.added_tokens_decoder.items():
+        types[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(ARCHITECTURES[config.model_type])
     writer.add_token_list(tokens)

@@ -10,17 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo_kit.health.series import (
-    CLIPPED,
-    CLOSED,
-    ENTROPY,
-    EQUAL_REWARDS,
-    GAP,
-    KL,
-    TIED,
-    Series,
-    at_ceiling,
-)
+from rloo_kit.health.series import CLIPPED, CLOSED, ENTROPY, EQUAL_REWARDS, GAP, KL, TIED, Series, at_ceiling
 from rloo_kit.system.problems import Problem
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
@@ -60,10 +50,8 @@ class Context:
     def on_policy(self) -> bool:
         """Whether a rollout is used up before the next optimizer step."""
         accumulation = self.rloo.get("gradient_accumulation_steps", 1)
-        return (
-            self.rloo.get("num_iterations", 1) == 1
-            and (self.rloo.get("steps_per_generation") or accumulation) <= accumulation
-        )
+        steps = self.rloo.get("steps_per_generation") or accumulation
+        return self.rloo.get("num_iterations", 1) == 1 and steps <= accumulation
 
 
 class Evidence(NamedTuple):
@@ -245,10 +233,10 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
     follows=("reward_failures",),
 )  # fmt: skip
 def all_none(seen: Series, context: Context) -> Evidence | None:
-    found = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
-    if found is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
+    point = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
+    if point is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
         return None
-    return Evidence(found.begins, f"no completion was scored in {in_a_row(seen, found.begins)}")
+    return Evidence(point.begins, f"no completion was scored in {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -258,11 +246,9 @@ def all_none(seen: Series, context: Context) -> Evidence | None:
     level="watch",  # its range makes it alarming; too many failures stop the run anyway
 )
 def reward_failures(seen: Series, context: Context) -> Evidence | None:
-    found = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
-    if found is None:
-        return None
-    share = last_of(seen, "rewards/failed_ratio", 1)[0]
-    return Evidence(found.begins, f"a reward failed on {share:.0%} of the samples, {in_a_row(seen, found.begins)}")
+    point = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
+    failed = f"a reward failed on {last_of(seen, 'rewards/failed_ratio', 1)[0]:.0%} of the samples"
+    return point and Evidence(point.begins, f"{failed}, {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -272,13 +258,11 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "length_explosion", "never_closed"),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
-    found = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
-    if found is None:
-        return None
+    point = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
     share, closed = last_of(seen, "completions/clipped_ratio", 1)[0], seen.all("thinking/closed_ratio")
     thinking = f", and {closed[-1].value:.0%} close their thinking" if closed else ""
     truncated = f"{share:.0%} of the completions are truncated{thinking}"
-    return Evidence(found.begins, f"{truncated}, {in_a_row(seen, found.begins)}")
+    return point and Evidence(point.begins, f"{truncated}, {in_a_row(seen, point.begins)}")
 
 
 @rule(
@@ -363,10 +347,8 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy",),
 )
 def kl_explosion(seen: Series, context: Context) -> Evidence | None:
-    found = seen.lasting("kl", KL.is_alarming, 3)
-    if found is None:
-        return None
-    return Evidence(found.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
+    point = seen.lasting("kl", KL.is_alarming, 3)
+    return point and Evidence(point.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
 
 
 @rule(
@@ -406,7 +388,7 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
     if len(seen.all(name)) < 10 or not now or begun <= 0:
         return None
     cut, cut_first = mean(last_of(seen, clipped, 5)), mean(seen.first(clipped, 5) or [0.0])
-    into_limit = mean(now) >= 1.5 * begun and cut > (CLIPPED.high or 1) >= cut_first
+    into_limit = mean(now) >= 1.5 * begun and cut > CLIPPED.high >= cut_first
     answers = answer_metric(seen, context)
     for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
     if not into_limit and not for_nothing:
@@ -448,7 +430,7 @@ def length_collapse(seen: Series, context: Context) -> Evidence | None:
     follows=("broken_policy", "truncation", "length_explosion"),
 )  # fmt: skip
 def never_closed(seen: Series, context: Context) -> Evidence | None:
-    name, least = "thinking/closed_ratio", CLOSED.alarm_low or 0
+    name, least = "thinking/closed_ratio", CLOSED.alarm_low
     now, begun = seen.last(name, 5), mean(seen.first(name, 3) or [0.0])
     if not now:
         return None
@@ -504,19 +486,17 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
     whole = ends("reward")
     if whole is None or whole[1] < whole[0]:
         return ""
-    parts = [name for name in seen.names() if REWARD_MEAN.fullmatch(name) and name != answers]
     risers = []
-    for name in ["reward", *parts]:
-        if (both := ends(name)) is None:
+    for name in seen.names():
+        if name == answers or (name != "reward" and not REWARD_MEAN.fullmatch(name)) or (both := ends(name)) is None:
             continue
+        word = "the reward" if name == "reward" else name.split("/")[1]
         spread = "reward_std" if name == "reward" else f"{name.removesuffix('mean')}std"
         change, unit = both[1] - both[0], seen.mean_around(spread, at, 5) or 0.0
         if change > 4 * seen.noise(name) * (2 / 5) ** 0.5 and change > 0.5 * unit:
-            risers.append((change / max(unit, EQUAL_REWARDS), name, both))
-    if not risers:
-        return ""
-    _, name, (old, new) = max(risers)
-    return f"{'the reward' if name == 'reward' else name.split('/')[1]} rose from {old:.3g} to {new:.3g}"
+            text = f"{word} rose from {both[0]:.3g} to {both[1]:.3g}"
+            risers.append((change / max(unit, EQUAL_REWARDS), name, text))
+    return max(risers)[-1] if risers else ""
 
 
 @rule(

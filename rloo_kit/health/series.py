@@ -1,5 +1,6 @@
 """A run's metrics as series, for the rules; and the healthy range of each metric, for its last values."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ CEILING = 0.95  # mean of a reward from which there is little left to learn
 
 @dataclass(frozen=True)
 class Range:
-    """The limits of one metric; None means no limit.
+    """The limits of one metric.
 
     Attributes:
         metrics: names; the first one that was logged counts. rule: the health rule that watches it, if one does.
@@ -153,10 +154,10 @@ class Range:
 
     metrics: tuple[str, ...]
     rule: str = ""
-    low: float | None = None
-    high: float | None = None
-    alarm_low: float | None = None
-    alarm_high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    alarm_low: float = -math.inf
+    alarm_high: float = math.inf
     if_low: str = ""
     if_high: str = ""
     on_policy: bool = False
@@ -168,18 +169,13 @@ class Range:
         >>> Range(("x",), high=0.3, alarm_high=0.8, if_high="lower y").judge(0.5)
         ('watch', 'lower y')
         """
-        if not _is_outside(value, self.low, self.high):
+        if self.low <= value <= self.high:
             return "healthy", ""
-        action = self.if_low if _is_outside(value, self.low, None) else self.if_high
-        return "alarming" if self.is_alarming(value) else "watch", action
+        return "alarming" if self.is_alarming(value) else "watch", self.if_low if value < self.low else self.if_high
 
     def is_alarming(self, value: float) -> bool:
         """Whether a value is beyond the alarm limits."""
-        return _is_outside(value, self.alarm_low, self.alarm_high)
-
-
-def _is_outside(value: float, low: float | None, high: float | None) -> bool:
-    return (low is not None and value < low) or (high is not None and value > high)
+        return not self.alarm_low <= value <= self.alarm_high
 
 
 FAILED = Range(

@@ -75,16 +75,10 @@ class HealthWatch:
                 found.last, found.found = row["step"], evidence.text
                 continue
             values = defaultdict(lambda: "unset", self.context.rloo)
-            self._found[rule.name] = Finding(
-                rule.name,
-                evidence.text,
-                (evidence.fix or rule.fix).format_map(values),
-                level=rule.level,
-                step=row["step"],
-                since=evidence.since,
-                last=row["step"],
-                cause=(evidence.cause or rule.cause).format_map(values),
-            )
+            cause = (evidence.cause or rule.cause).format_map(values)
+            fix = (evidence.fix or rule.fix).format_map(values)
+            times = {"step": row["step"], "since": evidence.since, "last": row["step"]}
+            self._found[rule.name] = Finding(rule.name, evidence.text, fix, level=rule.level, cause=cause, **times)
         for finding in self._found.values():
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding

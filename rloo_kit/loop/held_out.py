@@ -48,18 +48,51 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
     judge = find_judge(gold_answers(test), names)
     known = [*(["accuracy"] if judge else []), *([] if foreign or not names else ["reward", *names])]
     if wanted == "auto":
-        weight = next((one.weight for name, one in zip(names, guarded, strict=True) if name == judge), 1.0)
+        weight = next((reward.weight for name, reward in zip(names, guarded, strict=True) if name == judge), 1.0)
         wanted = leading_measure(judge is not None, judge, weight, not foreign or judge is None)
     for name in (wanted, wanted.rpartition(":")[2]):  # a module:function is logged under its function's name
         if name in known:
             return name
-    found = f"eval.measure is {run.eval.measure}"
+    cause = f"eval.measure is {run.eval.measure}"
     if foreign:
-        found += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
+        cause += f", and {foreign[0]} is a model that only the trainer calls (name it as rewards: [name: reward_model])"
     if judge is None:
-        found += ", and the held-out prompts have no column 'answer' (data.answer_column)"
+        cause += ", and the held-out prompts have no column 'answer' (data.answer_column)"
     options = f"set one of: auto, {', '.join(known)}" if known else "set eval.every_steps=0"
-    raise ConfigError(f"{found}: no evaluation during training (eval.every_steps) can measure that; {options}")
+    raise ConfigError(f"{cause}: no evaluation during training (eval.every_steps) can measure that; {options}")
+
+
+class BestWeights:
+    """`best/` in a run's folder: the weights of its best evaluation. New ones, of the step `staged`, wait until the
+    checkpoint of that step is complete. All processes call each method at once."""
+
+    def __init__(self, policy: Policy, run_dir: RunDir) -> None:
+        self.policy, self.run_dir = policy, run_dir
+        self.folder, self._staging = run_dir / BEST, run_dir / UNFINISHED / BEST
+        self.staged: int | None = None
+
+    def are_of(self, step: int) -> bool:
+        """Whether the folder holds the weights of `step`."""
+        return share(read_best_step(self.run_dir.folder, self.run_dir.id)) == step
+
+    def stage(self, step: int, record: dict[str, Any]) -> None:
+        """Write the policy's weights, and the `record` of their evaluation, to the staging folder."""
+        if is_main_process():
+            shutil.rmtree(self._staging, ignore_errors=True)
+        wait_for_all()
+        save_adapter(self.policy, self._staging)
+        if is_main_process():
+            write_json(self._staging / RECORD, record)
+        self.staged = step
+
+    def publish(self, saved: int) -> None:
+        """Move staged weights into place if the run's last checkpoint, `saved`, is at their step or later."""
+        if self.staged is None or self.staged > saved:
+            return
+        if is_main_process() and self._staging.is_dir():
+            with saving(self.folder):
+                publish(self._staging, self.folder)
+        self.staged = None
 
 
 class Evaluations(TrainerCallback):
@@ -85,9 +118,7 @@ class Evaluations(TrainerCallback):
         self.seconds = 0.0
         self.stopped: str | None = None
         self.trainer: Any = None
-        self.staging = run_dir / UNFINISHED / BEST
-        self._staged: int | None = None  # the step whose weights wait there for their checkpoint
-        self._measured: set[int] = set()
+        self.weights = BestWeights(policy, run_dir)
         self._count = 0
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
         self._restore()
@@ -97,7 +128,8 @@ class Evaluations(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
         self._measure_best_again()
-        if not self._measured or (step not in self._measured and self._is_due(step, state.max_steps)):
+        measured = {row["step"] for row in self.rows}
+        if not measured or (step not in measured and self._is_due(step, state.max_steps)):
             self._evaluate(state, control)
         self.settle(step)
 
@@ -107,11 +139,11 @@ class Evaluations(TrainerCallback):
         step, last = state.global_step, state.max_steps
         if not self._is_due(step, last) or (self.interrupts.requested and step < last):
             return control
-        found = self._evaluate(state, control)
+        held_out = self._evaluate(state, control)
         recorder = self.trainer.rloo.recorder
-        shown = ("accuracy", "reward") if found.evaluation.leading == "accuracy" else ("reward",)
+        shown = ("accuracy", "reward") if held_out.evaluation.leading == "accuracy" else ("reward",)
         for name in dict.fromkeys((*shown, self.history.measure)):
-            for key, value in zip(("", "_low", "_high"), found.evaluation.ends(name), strict=True):
+            for key, value in zip(("", "_low", "_high"), held_out.evaluation.ends(name), strict=True):
                 if value is not None:
                     recorder.count(f"eval/{name}{key}", value)
         control.should_log = True
@@ -119,7 +151,7 @@ class Evaluations(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._publish(state.global_step)
+        self.weights.publish(state.global_step)
 
     def seconds_left(self, step: int, max_steps: int) -> float:
         """Estimated time of the evaluations after `step`, from those so far."""
@@ -134,14 +166,13 @@ class Evaluations(TrainerCallback):
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
-        found = HeldOut(step, self._measure(step))
-        against = self.history.compare_with_best(found)
-        is_best = self.history.observe(found)
-        self._measured.add(step)
-        self._write(found, is_best, against)
-        say(self.history.describe(found, against))
+        held_out = HeldOut(step, self._measure(step))
+        against = self.history.compare_with_best(held_out)
+        is_best = self.history.observe(held_out)
+        self._write(held_out, is_best, against)
+        say(self.history.describe(held_out, against))
         if is_best and step > 0 and self.run.eval.save_best:
-            self._stage(found)
+            self._stage(held_out)
             control.should_save = True
         if self.history.is_over and step < state.max_steps:
             self.stopped = self._why_over()
@@ -149,25 +180,25 @@ class Evaluations(TrainerCallback):
         self.seconds += (seconds := time.monotonic() - started)
         self.trainer.rloo.recorder.leave_out(seconds)
         self._count += 1
-        return found
+        return held_out
 
     def _measure(self, step: int) -> Evaluation:
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
             return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, f"at step {step}")
 
-    def _record(self, found: HeldOut) -> dict[str, Any]:
+    def _record(self, held_out: HeldOut) -> dict[str, Any]:
         measure = self.history.measure
-        values = zip(("value", "low", "high"), found.evaluation.ends(measure), strict=True)
-        return {"run": self.run_dir.id, "step": found.step, "measure": measure, **dict(values)}
+        values = zip(("value", "low", "high"), held_out.evaluation.ends(measure), strict=True)
+        return {"run": self.run_dir.id, "step": held_out.step, "measure": measure, **dict(values)}
 
-    def _write(self, found: HeldOut, is_best: bool, against: Measured | None) -> None:
+    def _write(self, held_out: HeldOut, is_best: bool, against: Measured | None) -> None:
         best = None if self.history.best is None else self.history.best.step
-        row = self._record(found) | {"is_best": is_best, "best_step": best}
+        row = self._record(held_out) | {"is_best": is_best, "best_step": best}
         row |= {"against_best": against and list(against.ends), "inputs": self.run_dir.inputs}
-        rest = found.evaluation.to_dict()
+        rest = held_out.evaluation.to_dict()
         del rest["prompt_digests"]  # the digest of all prompts is enough: they are the same in each row
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
-        self.rows = sorted([*self.rows, row], key=lambda one: one["step"])
+        self.rows = sorted([*self.rows, row], key=lambda row: row["step"])
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)
 
     # ------------------------------------------------------------------------------------------------ the best weights
@@ -180,23 +211,23 @@ class Evaluations(TrainerCallback):
         best = self.history.best
         if best is None or best.step == 0 or not self.run.eval.save_best:
             return
-        if self._staged is None and self._best_on_disk() != best.step:
+        if self.weights.staged is None and not self.weights.are_of(best.step):
             if best.step == step:
                 self._stage(best)
             else:
                 say(
-                    f"WARNING: {self.run_dir / BEST} does not hold the weights of step {best.step}, the best "
+                    f"WARNING: {self.weights.folder} does not hold the weights of step {best.step}, the best "
                     "evaluation so far: the next one is the best"
                 )
                 self.history.best, self.history.since = None, 0
-        self._publish(step)
+        self.weights.publish(step)
 
     def load_best(self) -> int | None:
         """Load the best weights into the policy; returns their step, or None if the policy keeps the last ones."""
         if not self.run.eval.save_best:
             return None
         last = self.run_dir.last_checkpoint()
-        self._publish(share(last.step if last else 0))
+        self.weights.publish(share(last.step if last else 0))
         best = self.history.best
         if best is None:
             return None
@@ -206,46 +237,25 @@ class Evaluations(TrainerCallback):
                 f"{self.history.best_value:.3f} at step 0): adapter/ holds the weights of the last step"
             )
             return None
-        if self._best_on_disk() != best.step:
-            say(f"WARNING: {self.run_dir / BEST} is gone: adapter/ holds the weights of the last step")
+        if not self.weights.are_of(best.step):
+            say(f"WARNING: {self.weights.folder} is gone: adapter/ holds the weights of the last step")
             return None
         wait_for_all()
-        return best.step if load_weights(self.trainer, self.run_dir / BEST) else None
+        return best.step if load_weights(self.trainer, self.weights.folder) else None
 
-    def _stage(self, found: HeldOut) -> None:
-        """Write the weights to a staging folder; `_publish` moves them into place once their checkpoint is complete."""
-        if is_main_process():
-            shutil.rmtree(self.staging, ignore_errors=True)
-        wait_for_all()
-        save_adapter(self.policy, self.staging)
-        if is_main_process():
-            write_json(self.staging / RECORD, self._record(found) | {"prompts": len(self.prompts)})
-        self._staged = found.step
-
-    def _publish(self, saved: int) -> None:
-        """Publish staged weights if the run's last checkpoint, `saved`, is at their step or later."""
-        if self._staged is None or self._staged > saved:
-            return
-        if is_main_process() and self.staging.is_dir():
-            with saving(target := self.run_dir / BEST):
-                publish(self.staging, target)
-        self._staged = None
-
-    def _best_on_disk(self) -> int | None:
-        return share(read_best_step(self.run_dir.folder, self.run_dir.id))
+    def _stage(self, held_out: HeldOut) -> None:
+        self.weights.stage(held_out.step, self._record(held_out) | {"prompts": len(self.prompts)})
 
     def _restore(self) -> None:
-        """Replay the run's earlier evaluations with what they led to; `_fresh` is set if their best was measured with
-        other settings than those of now."""
+        """Replay the run's earlier evaluations; `_fresh` is set if their best was measured with other settings."""
         digest, mine, measure = digest_prompts(self.prompts), self.run.eval, self.history.measure
         limit = mine.max_completion_length or self.run.rloo.max_completion_length
         then = now = (measure, digest, mine.num_samples, mine.temperature, limit, self.run_dir.inputs)
-        for row, found in zip(self.rows, parse_evaluations(self.rows), strict=True):
-            one, self.history.measure = found.evaluation, row["measure"]
-            if self.history.observe(found, bool(row.get("is_best"))):
-                same = (one.prompts_digest, one.num_samples, one.temperature, one.max_completion_length)
+        for row, held_out in zip(self.rows, parse_evaluations(self.rows), strict=True):
+            past, self.history.measure = held_out.evaluation, row["measure"]
+            if self.history.observe(held_out, bool(row.get("is_best"))):
+                same = (past.prompts_digest, past.num_samples, past.temperature, past.max_completion_length)
                 then = (row["measure"], *same, row.get("inputs", self.run_dir.inputs))
-            self._measured.add(found.step)
         self.history.measure = then[0]
         self.stopped = self._why_over() if self.history.is_over else None
         self._fresh = None if then == now else HeldOutHistory(measure, mine.patience)
@@ -256,19 +266,19 @@ class Evaluations(TrainerCallback):
         if self._fresh is None or best is None:
             return
         self.history, self._fresh = self._fresh, None
-        if best.step == 0 or self._best_on_disk() != best.step:
+        if best.step == 0 or not self.weights.are_of(best.step):
             return
         save_adapter(self.policy, current)
         wait_for_all()
-        if not load_weights(self.trainer, self.run_dir / BEST):
+        if not load_weights(self.trainer, self.weights.folder):
             return
-        found = HeldOut(best.step, self._measure(best.step))
+        held_out = HeldOut(best.step, self._measure(best.step))
         if not load_weights(self.trainer, current):
             raise SetupError(f"the weights of this step were saved in {current} and cannot be read: resume again")
-        self.history.observe(found)
+        self.history.observe(held_out)
         self.rows = [row for row in self.rows if row["step"] != best.step]
-        self._write(found, True, None)
-        say(f"{self.history.describe(found, None)}, measured again with the settings of now")
+        self._write(held_out, True, None)
+        say(f"{self.history.describe(held_out, None)}, measured again with the settings of now")
 
     def _why_over(self) -> str:
         best, history = self.history.best, self.history

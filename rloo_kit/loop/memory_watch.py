@@ -152,8 +152,7 @@ class MemoryWatch:
 
 
 def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any) -> MemoryWatch | None:
-    """The watch of a run, with the rows and passes of its arguments; None for a model that cannot be planned, and with
-    vLLM, whose pool torch does not count."""
+    """The watch of a run; None for a model that cannot be planned, and with vLLM, whose pool torch does not count."""
     machine = find_machine()
     try:
         load = read_workload(run, machine, config, engine)

@@ -28,8 +28,8 @@ from rloo_kit.data.load import Part, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
-from rloo_kit.loop.options import precision_flags
 from rloo_kit.loop.progress_bar import use_text_progress
+from rloo_kit.loop.sft import plain_arguments
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
 from rloo_kit.models.source import ModelSource, bind_padding, find_source
 from rloo_kit.models.transformers import keep_4bit_weights
@@ -237,25 +237,13 @@ def _train(
     run: RunConfig, section: RewardModelSection, model: Any, tokenizer: Any, pairs: list[Pair], run_dir: RunDir
 ) -> RewardModelResult:
     """Train `model`, and save it merged."""
-    dtype, on_cpu, masters = model.dtype, model.device.type == "cpu", trainable_tensors(model)
+    dtype, masters = model.dtype, trainable_tensors(model)
     bind_padding(model, tokenizer)
     args = trl.RewardConfig(
         output_dir=str(run_dir / UNFINISHED),  # stays empty
-        max_steps=section.max_steps or -1,
-        num_train_epochs=section.num_train_epochs,
         learning_rate=section.learning_rate or (LORA_LEARNING_RATE if section.lora else FULL_LEARNING_RATE),
-        per_device_train_batch_size=section.per_device_train_batch_size,
-        gradient_accumulation_steps=section.gradient_accumulation_steps,
         gradient_checkpointing=bool(run.model.gradient_checkpointing),
-        seed=run.run.seed,
-        max_length=None,  # longer pairs are left out
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=on_cpu,
-        dataloader_pin_memory=not on_cpu,
-        **precision_flags(run),
+        **plain_arguments(run, section, model.device.type == "cpu"),
     )
     rows = Dataset.from_list([dict(zip(("chosen_ids", "rejected_ids"), pair.ids, strict=True)) for pair in pairs])
     trainer = RewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer)

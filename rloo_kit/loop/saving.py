@@ -96,8 +96,7 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
 
 
 def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
-    """Save what was trained as `adapter/` of the run, replaced atomically, with a `record` for `trained.json` (see
-    `save_adapter`); all processes call it."""
+    """Save what was trained as `adapter/`, replaced atomically; `record` as in `save_adapter`. By all processes."""
     target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
     with saving(target):
         save_adapter(policy, staged, **record)

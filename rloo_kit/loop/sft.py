@@ -18,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from rloo_kit.config.run import RunConfig, changed_keys, load_config
+from rloo_kit.config.supervised import RewardModelSection, SftSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
 from rloo_kit.data.worked import Demonstrations, load_worked
@@ -223,23 +224,15 @@ def build_trainer(run: RunConfig, policy: Policy, worked: Demonstrations, folder
     return trainer
 
 
-def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `SFTConfig`."""
-    section, on_cpu = run.sft, policy.model.device.type == "cpu"
+def plain_arguments(run: RunConfig, section: SftSection | RewardModelSection, on_cpu: bool) -> dict[str, Any]:
+    """What the trainings before RLOO pass to TRL's configs alike."""
     return {
-        "output_dir": str(folder),
         "max_steps": section.max_steps or -1,
         "num_train_epochs": section.num_train_epochs,
-        "learning_rate": section.learning_rate,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": section.warmup_steps,
         "per_device_train_batch_size": section.per_device_train_batch_size,
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
-        "max_grad_norm": run.rloo.max_grad_norm,
-        "optim": run.rloo.optim,
         "seed": run.run.seed,
         "max_length": None,  # longer rows are left out: a truncated one would teach the model not to stop
-        "dataset_kwargs": {"skip_prepare_dataset": True},  # they are tokens already
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
@@ -247,18 +240,26 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
         "use_cpu": on_cpu,
         "dataloader_pin_memory": not on_cpu,
         **precision_flags(run),
+    }
+
+
+def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of `SFTConfig`."""
+    return plain_arguments(run, run.sft, policy.model.device.type == "cpu") | {
+        "output_dir": str(folder),
+        "learning_rate": run.sft.learning_rate,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": run.sft.warmup_steps,
+        "max_grad_norm": run.rloo.max_grad_norm,
+        "optim": run.rloo.optim,
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # they are tokens already
         **policy.config_arguments,
     }
 
 
 class SftTrainer(trl.SFTTrainer):
-    """TRL's trainer, with the mean cross-entropy of the completion tokens from the kit's scorer.
-
-    Rows are end to end without padding, and no tokens x vocabulary tensor is built.
-
-    Attributes:
-        scorer: of the model's completions. tokens: of the completions trained on so far.
-    """
+    """TRL's trainer, with the mean cross-entropy of the completion tokens from the kit's scorer: rows are end to end
+    without padding, and no tokens x vocabulary tensor is built. `tokens`: of the completions trained on so far."""
 
     scorer: Scorer
     tokens: int = 0

@@ -38,45 +38,46 @@ def check_model(arguments: dict[str, Any]) -> None:
     """Raise ConfigError if the model, its adapter or the one that `peft_config` adds cannot be trained correctly, or if
     the KL has no reference: without an adapter TRL reads it from the checkpoint that the model's config names."""
     model, new, beta = arguments["model"], arguments.get("peft_config"), arguments["args"].beta
-    modules = [] if isinstance(model, str) else list(model.modules())
-    wrapped = bool(modules) and is_peft_model(model)
-    config: Any = model.peft_config.get("default") if wrapped else new
+    is_name = isinstance(model, str)
+    is_wrapped = not is_name and is_peft_model(model)
+    config: Any = model.peft_config.get("default") if is_wrapped else new
     kind = getattr(getattr(config, "peft_type", None), "value", None)
     kind = next((option for option in REFUSED_KINDS if getattr(config, option, None)), kind)
-    problem = ""
-    if wrapped and new is not None:
-        problem = "peft_config was given, but the model already has an adapter: drop one of them"
-    elif kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False):
-        problem = (
-            f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"
-        )
-    elif wrapped and list(model.active_adapters) != ["default"]:
-        names = ", ".join(model.active_adapters)
-        problem = f"the active adapters are {names}: merge all but one (merge_and_unload), and name it 'default'"
-    elif wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"):
-        problem = NO_COPY.format("give the bare model and peft_config")
-    elif wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        problem = "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"
-    elif config is None and _has_layers(model):  # `model.add_adapter`
-        problem = "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"
-    elif not config and (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
-        problem = "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"
-    elif not modules and (Path(model) / "adapter_config.json").is_file():
-        load = "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True)"
-        problem = f"model is {model}, the folder of an adapter: give the model that {load} returns"
-    elif beta and modules and not config and not model.config.name_or_path:
-        problem = (
-            f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
-            "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
-            "train an adapter (peft_config), or set beta=0.0"
-        )
-    if problem:
+    active = list(model.active_adapters) if is_wrapped else ["default"]
+    problems = [
+        (is_wrapped and new is not None,
+         "peft_config was given, but the model already has an adapter: drop one of them"),
+        (kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False),
+         f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"),
+        (active != ["default"],
+         f"the active adapters are {', '.join(active)}: merge all but one (merge_and_unload), and name it 'default'"),
+        (is_wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"),
+         NO_COPY.format("give the bare model and peft_config")),
+        (is_wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer),
+         "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"),
+        (config is None and _has_layers(model),  # `model.add_adapter`
+         "the model has an adapter, but is no PeftModel: add it by get_peft_model, or give peft_config"),
+        (not config and _is_quantised(model),
+         "the model's weights are quantised, which cannot be trained: give peft_config=LoraConfig(...)"),
+        (is_name and (Path(model) / "adapter_config.json").is_file(),
+         f"model is {model}, the folder of an adapter: give the model that "
+         "AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True) returns"),
+        (beta and not is_name and not config and not model.config.name_or_path,
+         f"beta is {beta} and every parameter is trained, so the reference is a second model, loaded from the "
+         "checkpoint that model.config names, but model.config names none: save the model and load it from there, "
+         "train an adapter (peft_config), or set beta=0.0"),
+    ]  # fmt: skip
+    if problem := next((problem for applies, problem in problems if applies), None):
         raise ConfigError(problem)
 
 
 def _has_layers(model: Any) -> bool:
     """Whether PEFT has put layers of an adapter into the model."""
-    return isinstance(model, torch.nn.Module) and any(isinstance(one, BaseTunerLayer) for one in model.modules())
+    return isinstance(model, torch.nn.Module) and any(isinstance(layer, BaseTunerLayer) for layer in model.modules())
+
+
+def _is_quantised(model: Any) -> bool:
+    return getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
 
 
 def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +112,7 @@ def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
 
 
 def find_outside(model: Any) -> list[str] | None:
-    """Paths of a bare model's linear layers outside its text decoder (a vision tower), whose names may be those of the
-    decoder's layers; None without."""
+    """Paths of linear layers outside a bare model's text decoder, as a vision tower has, of the same names; or None."""
     inside = set(model.get_decoder().modules())
     linear = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     return [path for path, layer in linear if layer not in inside] or None
@@ -154,7 +154,7 @@ def trainable_tensors(model: Any) -> dict[str, torch.Tensor]:
 def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) -> None:
     """Undo TRL's cast of a quantised model's adapter to bfloat16: restore `masters` (from `trainable_tensors`), and
     cast an adapter that TRL created to float32."""
-    is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    is_quantised = _is_quantised(model)
     for name, parameter in model.named_parameters():
         master = masters.get(name)
         if master is not None and parameter.dtype != master.dtype:
@@ -164,8 +164,7 @@ def restore_precision(model: torch.nn.Module, masters: dict[str, torch.Tensor]) 
 
 
 def is_identity(model: torch.nn.Module) -> bool:
-    """Whether the "default" LoRA adapter changes nothing yet: one matrix of each pair is zero (B of a linear layer, A
-    of an embedding)."""
+    """Whether the "default" LoRA adapter changes nothing yet: one matrix of each pair (an embedding's A) is zero."""
     named = dict(model.named_parameters())
     endings = ("lora_B.default", "lora_embedding_B.default")
     of_b = [name for name in named if any(ending in name for ending in endings)]  # matrices, and biases without an A
@@ -200,10 +199,8 @@ def settle_reference(model: Any, beta: float, reference: str) -> None:
     """Copy the adapter into the frozen adapter "ref" if the KL's reference is the start, and that is not the base.
 
     TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings; if TRL created
-    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time.
-
-    Raises:
-        ConfigError: PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
+    the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time. Raises
+    ConfigError if PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
     """
     if not is_peft_model(model):
         return
@@ -238,8 +235,7 @@ def drop_reference(model: Any) -> None:
 
 
 def same_as_reference(model: torch.nn.Module, reference: str) -> bool:
-    """Whether the policy's adapter still equals the KL's `reference`, tensor by tensor: "start" (the copy "ref") or
-    "base"."""
+    """Whether the policy's adapter still equals the KL's `reference`: "start" (the copy "ref") or "base"."""
     if not is_peft_model(model):
         return False
     if reference == "base" or "ref" not in model.peft_config:
@@ -292,13 +288,8 @@ def continue_adapter(model: Any, folder: str, base: str) -> Any:
 
 
 def write_adapter(accelerator: Any, model: torch.nn.Module, folder: Path) -> None:
-    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does.
-
-    Every process calls it; the main one creates and fills the folder.
-
-    Raises:
-        ConfigError: the model has no adapter.
-    """
+    """Write the adapter of `model`, wrapped or not, into the new or empty `folder` as PEFT does; ConfigError without
+    one. Every process calls it; the main one creates and fills the folder."""
     policy = accelerator.unwrap_model(model)
     if not is_peft_model(policy):
         raise ConfigError(NO_ADAPTER)
@@ -329,8 +320,7 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
-    """Load what `save_adapter` wrote into `folder` into a sharded model; the reverse of `gather_adapter`. Every process
-    reads the folder."""
+    """Load into a sharded model what `save_adapter` wrote, in every process; reverses `gather_adapter`."""
     saved: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         saved |= load_file(file)

@@ -71,15 +71,9 @@ def train_embedded(
     plan: ColdStart,
     report: Callable[[str], None] = print,
 ) -> Any:
-    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind`.
-
-    Seeds torch's global generator, so run it in a separate process (`model.build`).
-
-    Args:
-        tokenizer: from `build_tokenizer(kind, vocabulary)`. family: of the problems to learn.
-        seed: of the initial weights and the demonstrations.
-        report: called with one line every `SECONDS_BETWEEN_REPORTS`.
-    """
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind` with
+    problems of `family`; `report` gets a line every `SECONDS_BETWEEN_REPORTS`. Seeds torch's global generator, so it
+    runs in a separate process (`embedded.build`)."""
     torch.manual_seed(seed)
     rng = random.Random(f"cold-start-{seed}")
     used = used_ids(tokenizer, family.alphabet)
@@ -88,9 +82,7 @@ def train_embedded(
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = reported = time.monotonic()
     for step in range(plan.steps):
-        left = (plan.steps - step) / (
-            plan.steps * plan.decay_share
-        )  # linear warm-up, plateau, linear decay to nearly 0
+        left = (plan.steps - step) / (plan.steps * plan.decay_share)  # warm-up, plateau, linear decay to nearly 0
         optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
         habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
         source = tasks.EASY if step < plan.easy_share * plan.steps else family

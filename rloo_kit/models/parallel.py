@@ -17,11 +17,8 @@ from rloo_kit.models.adapters import gather_adapter
 
 
 class Parallel:
-    """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards".
-
-    Raises:
-        ConfigError: the launch file asks for FSDP 1 or DeepSpeed.
-    """
+    """The processes of a run as the trainer's steps see them; `kind` is "single", "replicas" or "shards". Raises
+    ConfigError if the launch file asks for FSDP 1 or DeepSpeed."""
 
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator

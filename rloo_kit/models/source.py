@@ -44,11 +44,8 @@ class ModelSource:
 
 
 def find_source(run: RunConfig) -> ModelSource:
-    """Resolve `model.name` and `model.adapter`; builds a built-in model if it is not cached.
-
-    Raises:
-        BackendError: a folder is missing or not a checkpoint, or the adapter belongs to another model.
-    """
+    """Resolve `model.name` and `model.adapter`; builds a built-in model if it is not cached. Raises BackendError if a
+    folder is missing or not a checkpoint, or the adapter belongs to another model."""
     model = run.model
     if model.is_embedded:
         from rloo_kit.models.embedded import build
@@ -172,11 +169,8 @@ def bind_padding(model: Any, tokenizer: Any) -> None:
 
 
 def usable_length(run: RunConfig, config: Any) -> int:
-    """The smaller of `model.max_seq_length` and the model's positions, in tokens.
-
-    Raises:
-        BackendError: a prompt and its completion may be longer than the model's positions.
-    """
+    """The smaller of `model.max_seq_length` and the model's positions, in tokens; BackendError if a prompt and its
+    completion may be longer than those."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or run.model.max_seq_length
     wanted = run.data.max_prompt_length + run.rloo.max_completion_length
     if wanted > limit:
@@ -215,12 +209,8 @@ def write_shards(
     dtype: torch.dtype,
     largest: int = SHARD_BYTES,
 ) -> None:
-    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor) and their index, with one file's
-    tensors in memory at a time.
-
-    Args:
-        sizes: shapes by name, in transformers. read: a tensor by its name; it is cast to `dtype`.
-    """
+    """Write `model*.safetensors` of at most `largest` bytes each (or one tensor) and their index, one file in memory at
+    a time. `sizes`: shapes by name, in transformers. `read`: a tensor by its name, which is cast to `dtype`."""
     empty = {name: torch.empty(tuple(size), dtype=dtype, device="meta") for name, size in sizes.items()}
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=largest)

@@ -22,11 +22,8 @@ NON_REENTRANT = {"use_reentrant": False}
 
 
 def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
-    """The model with its adapter, and its tokenizer; with `vllm`, also starts vLLM with a copy of the base.
-
-    Raises:
-        BackendError: the settings contradict each other. OSError, ValueError: the checkpoint cannot be read.
-    """
+    """The model with its adapter, and its tokenizer; with `vllm`, also starts vLLM with a copy of the base. Raises
+    BackendError if the settings contradict each other; OSError or ValueError if the checkpoint cannot be read."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     _check_quantised(run, config)
     tokenizer = AutoTokenizer.from_pretrained(source.base)

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -60,11 +60,8 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
 
 
 def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
-    """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights.
-
-    Raises:
-        BackendError: the adapter does not fit. OSError, RuntimeError, ValueError: the checkpoint cannot be read.
-    """
+    """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights. Raises BackendError
+    if the adapter does not fit; OSError, RuntimeError or ValueError if the checkpoint cannot be read."""
     unsloth: Any = load_stack().unsloth
     fast, lora, checkpointing = unsloth.FastLanguageModel, run.model.lora, run.model.gradient_checkpointing
     assert lora is not None  # `unusable` refuses a run without it
@@ -143,16 +140,21 @@ def report_graphs(model: Any, tokens: int, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run padded rows in training mode through Unsloth's blocks as they are. On a GPU it compiles each kind of block at
-    its first such call, unlike for packed rows."""
-    before = os.environ.get(COMPILE_VARIABLE)
-    os.environ[COMPILE_VARIABLE] = "0"
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A block in which an environment variable has another value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop(COMPILE_VARIABLE)
-        os.environ.update({} if before is None else {COMPILE_VARIABLE: before})
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run padded rows in training mode through Unsloth's blocks as they are. On a GPU it compiles each kind of block at
+    its first such call, unlike for packed rows."""
+    return _variable(COMPILE_VARIABLE, "0")
 
 
 def free_caches(model: Any) -> None:
@@ -171,15 +173,8 @@ def config_arguments(run: RunConfig) -> dict[str, Any]:
 
 
 def set_back(config: Any, stock: type, values: dict[str, Any]) -> list[str]:
-    """After the constructor of a config that Unsloth generated: set its fields to what TRL's class makes of them.
-
-    Args:
-        config: the generated object; changed in place. stock: TRL's class. values: the keywords that `config` was made
-            from.
-
-    Returns:
-        what Unsloth had changed.
-    """
+    """After the constructor of a `config` that Unsloth generated from the keywords `values`: set its fields to what
+    TRL's class, `stock`, makes of them. Returns what Unsloth had changed."""
     meant, changes = stock(**values), []
     for name in (field.name for field in fields(stock) if field.init):
         ours, found = getattr(meant, name), getattr(config, name)
@@ -197,21 +192,16 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[str]]:
     changes: list[str] = []
     before = {name: getattr(args, name) for name in CONSTRUCTOR_CHANGES if hasattr(args, name)}
     is_plain = args is not None and not (args.bf16 or args.fp16)
-    variable = os.environ.get(PRECISION_VARIABLE)
     if is_plain:
         changes.append(_describe("mixed precision", "no", "bf16, or fp16 on a GPU without it"))
-        os.environ[PRECISION_VARIABLE] = "bfloat16"
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()  # Unsloth keeps vLLM on some of them
     hidden = [(module, vars(module).pop(ENGINE)) for module in modules if ENGINE in vars(module)]
     try:
-        yield changes
+        with _variable(PRECISION_VARIABLE, "bfloat16") if is_plain else nullcontext():
+            yield changes
     finally:
         for module, engine in hidden:
             setattr(module, ENGINE, engine)
-        if is_plain and variable is None:
-            del os.environ[PRECISION_VARIABLE]
-        elif is_plain:
-            os.environ[PRECISION_VARIABLE] = str(variable)
         for name, ours in before.items():
             if (found := getattr(args, name)) != ours:
                 setattr(args, name, ours)

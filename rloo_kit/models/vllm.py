@@ -35,15 +35,9 @@ _absent: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """vLLM's start-up settings.
-
-    Attributes:
-        max_tokens: prompt and completion together.
-        gpu_memory_utilization: share of the GPU for weights, buffers and KV cache. None: vLLM's default.
-        max_num_seqs: completions at once. None: vLLM's default.
-        float8_kv_cache: KV cache in 8 bits. enforce_eager: no CUDA graphs.
-        four_bit: load the base in 4 bits.
-    """
+    """vLLM's start-up settings; None is vLLM's default. `max_tokens`: prompt and completion together.
+    `gpu_memory_utilization`: share of the GPU for weights, buffers and KV cache. `max_num_seqs`: completions at once.
+    `float8_kv_cache`: KV cache in 8 bits. `enforce_eager`: no CUDA graphs. `four_bit`: of the base."""
 
     max_tokens: int
     gpu_memory_utilization: float | None = None
@@ -54,13 +48,8 @@ class VllmSettings:
 
 
 class InProcessVllm:
-    """A vLLM of this process, and how it gets an adapter.
-
-    Args:
-        llm: a `vllm.LLM` of this process.
-        hand_over: loads the adapter of a PeftModel; returns the `LoRARequest` that selects it.
-        reason: why this vLLM, in one readable line.
-    """
+    """A vLLM of this process (`llm`, a `vllm.LLM`). `hand_over` loads the adapter of a PeftModel and returns the
+    `LoRARequest` that selects it; `reason` says in one line why this vLLM."""
 
     def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
         self.reason = reason
@@ -107,14 +96,8 @@ class InProcessVllm:
                 self._llm.sleep(1)
 
     def take_adapter(self, model: Any) -> Any:
-        """Load the current adapter of `model` for sampling; call only while awake.
-
-        Returns:
-            the `LoRARequest` of this adapter; None (the base alone) if it is disabled.
-
-        Raises:
-            BackendError: an adapter that vLLM cannot represent.
-        """
+        """The `LoRARequest` of the current adapter of `model`, loaded for sampling; call only while awake. None (the
+        base alone) if it is disabled. Raises BackendError if vLLM cannot represent it."""
         if problem := find_handover_problem(model):
             raise BackendError(problem)
         if is_switched_off(model):
@@ -161,13 +144,9 @@ def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
 
 
 def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
-    """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and attach it to the model.
-
-    Stops another model's vLLM: process groups are global to the process, so ending one would end both.
-
-    Raises:
-        BackendError: vLLM is missing or does not start, or it cannot load the adapter of `model`.
-    """
+    """Start vLLM with a copy of the base of `model`, a PeftModel of transformers, and attach it to the model. Stops
+    another model's vLLM: process groups are global to the process, so ending one would end both. Raises BackendError if
+    vLLM is missing or does not start, or if it cannot load the adapter of `model`."""
     if problem := find_handover_problem(model):
         raise BackendError(problem)
     if problem := find_vllm_problem():
@@ -222,8 +201,7 @@ def prepare_variables() -> None:
 @contextmanager
 def _keep_process() -> Iterator[None]:
     """Undo side effects of vLLM's import and start: they seed all random number generators with 0, replace
-    `torch.set_num_threads` on a CPU, prefix every error with "[rank0]", and freeze live objects for the garbage
-    collector."""
+    `torch.set_num_threads` on a CPU, prefix every error with "[rank0]", and freeze live objects for the collector."""
     set_threads, hook = torch.set_num_threads, sys.excepthook
     devices = list(range(torch.cuda.device_count()))
     try:

@@ -43,13 +43,8 @@ def _shown(display: _Display) -> _Display:
 
 @dataclass(repr=False)
 class TrainingPlot:
-    """The curves of a run; displays itself in a notebook.
-
-    Attributes:
-        summary: one line with the steps, and each metric at the start and the end.
-        curves: the curves drawn.
-        notes: what was not drawn, and why.
-    """
+    """The curves of a run; displays itself in a notebook. `summary`: one line with the steps, and each metric at the
+    start and the end. `notes`: what was not drawn, and why."""
 
     summary: str
     curves: list[Chart] = field(default_factory=list)

@@ -1,5 +1,4 @@
-"""Frees memory in a running process, and shuts down a notebook's kernel without losing work or output. Never imports
-torch."""
+"""Frees memory in a process, and shuts down a notebook's kernel without losing work or output. Never imports torch."""
 
 import gc
 import json
@@ -155,11 +154,7 @@ class ServerError(Exception):
 @dataclass(frozen=True)
 class Server:
     """The Jupyter server that started this kernel; it restarts a kernel that exits, but not one that it shut down.
-
-    Attributes:
-        url: the kernel's address in the server's API.
-        token: may be empty.
-    """
+    `url`: the kernel's address in the server's API. `token`: may be empty."""
 
     url: str
     token: str = field(default="", repr=False)
@@ -189,13 +184,11 @@ class Server:
 
 
 def find_server(connection_file: Path) -> Server | None:
-    """The Jupyter server that started this kernel; None if another program did.
+    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if no process of
+    this user listens on its port on the loopback interface; nobody else gets the token.
 
     Its file is next to the kernel's. It is read here because `jupyter_server.serverapp.list_running_servers` deletes
     the files of servers on other machines that share the folder, and a kernel's environment often lacks it.
-
-    Raises:
-        ServerError: no process of this user listens on its port on the loopback interface; nobody else gets the token.
     """
     pid = os.environ.get("JPY_PARENT_PID", "")
     file = next(connection_file.parent.glob(f"*server-{pid}.json"), None) if pid.isdigit() else None

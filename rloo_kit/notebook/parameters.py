@@ -51,14 +51,8 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclass
 class Parameters:
-    """The result of `read_parameters`. Prints as a table.
-
-    Attributes:
-        config: the configuration's file, absolute.
-        overrides: `section.key=value`, for `load_config`.
-        resume, overwrite: for `train`; False if the notebook does not declare them.
-        values: the parameters that are set, by name, converted; `config` is absolute.
-    """
+    """The result of `read_parameters`; prints as a table. `overrides` are for `load_config`; `resume` and `overwrite`
+    for `train`, False if not declared; `values` are the parameters that are set, converted. `config` is absolute."""
 
     config: Path
     overrides: list[str]

@@ -55,8 +55,8 @@ class Workload:
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
         factors: of the computed peaks, rollout and training (`find_factors`).
-        unmeasured: share of a peak by which a measurement may exceed it. unknown_bytes: of layers that a dynamic 4-bit
-            copy may keep in 16 bit. mean_share: mean length of completions over the longest.
+        unknown_bytes: of layers that a dynamic 4-bit copy may keep in 16 bit. mean_share: mean length of completions
+            over the longest.
     """
 
     shape: ModelShape
@@ -83,7 +83,6 @@ class Workload:
     vllm_bytes: int | None = None
     keeps_gradients: bool = True
     factors: tuple[float, float] = (1.0, 1.0)
-    unmeasured: float = 0.0
     unknown_bytes: int = 0
     mean_share: float = 1.0
 
@@ -249,10 +248,10 @@ def head_bytes(work: Workload) -> int:
     return work.pass_tokens * shape.hidden_size * (2 * size + FLOAT) + tile + table
 
 
-def decoder_bytes(work: Workload) -> tuple[int, int, str]:
-    """What the native engine's decoder keeps in a rollout, in training, and what it is."""
+def decoder_bytes(work: Workload) -> tuple[int, str]:
+    """What the native engine's decoder keeps in a rollout, and what it is."""
     if not work.four_bit and work.weight_bytes == FLOAT and (size := body_bytes(work)) <= sizes.MERGED_LIMIT_BYTES:
-        return size, 0, "a copy of the layers with the adapter merged"
+        return size, "a copy of the layers with the adapter merged"
     together = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # joined, so with scales in float32
     joined = sum(
         len(layers) * rows * columns
@@ -263,7 +262,7 @@ def decoder_bytes(work: Workload) -> tuple[int, int, str]:
     scales = FLOAT * joined // BLOCK if work.four_bit else 0
     # An adapter's second matrices are a block-diagonal one for the projections of one input.
     adapter = 1.6 * work.compute_bytes * (trained_weights(work) if work.lora_rank is not None else 0)
-    return scales + int(adapter), 0, "the adapter in the model's precision, scales of 4-bit weights in float32"
+    return scales + int(adapter), "the adapter in the model's precision, scales of 4-bit weights in float32"
 
 
 def sampling_bytes(work: Workload, rows: int) -> int:
@@ -387,78 +386,90 @@ class MemoryPart:
     detail: str
 
 
-def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
-    """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
-    shape = work.shape
-    parts: list[MemoryPart] = []
+Row = tuple[str, int, int, str]  # of the table: name, bytes in the rollout, bytes in a training pass, details
 
-    def add(name: str, rollout: int, training: int, detail: str) -> None:
-        parts.append(MemoryPart(name, rollout / GIB, training / GIB, detail))
 
-    def add_both(name: str, size: int, detail: str) -> None:
-        add(name, size, size, detail)
+def _both(name: str, size: int, detail: str) -> Row:
+    return name, size, size, detail
 
+
+def _list_lasting(work: Workload) -> Iterator[Row]:
+    """What stays in memory: weights, what training adds to them, and the context."""
+    shape, trained = work.shape, FLOAT * trained_weights(work)
     kind = "NF4, double quantisation" if work.four_bit else f"{8 * work.weight_bytes} bits"
-    add_both("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
+    yield _both("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
     tables = "embedding, tied with the head" if shape.tied else "embedding and head"
     tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
-    add_both("weights: tables", table_bytes(work), f"{tables}; {8 * work.weight_bytes} bits")
+    yield _both("weights: tables", table_bytes(work), f"{tables}; {8 * work.weight_bytes} bits")
     if work.lora_rank is not None:
         detail = f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"
-        add_both("adapter", own_bytes(work), detail)
-    trained = FLOAT * trained_weights(work)  # the gradients include the sums of streaming
-    add("gradients", trained if work.keeps_gradients else 0, trained, "float32")
-    add_both("optimizer", optimizer_bytes(work), work.optim)
+        yield _both("adapter", own_bytes(work), detail)
+    yield "gradients", trained * work.keeps_gradients, trained, "float32"  # with the sums of streaming
+    yield _both("optimizer", optimizer_bytes(work), work.optim)
     if work.reference != "none":
         size = trained if work.reference == "adapter" else body_bytes(work) + table_bytes(work)
-        add_both("reference", size, f"a copy of the {work.reference}")
+        yield _both("reference", size, f"a copy of the {work.reference}")
     if work.four_bit:
         most = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
-        add_both("unpacking", most * work.compute_bytes, "the largest matrix, unpacked")  # for every multiplication
-    add_both("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries")
-    kib = cache_bytes_per_token(work) / 1024
-    if work.engine == "server":
-        add_both("cache", 0, "on the server")
-    elif work.engine == "vllm":  # what stays of it while the policy trains also counts in training
-        if not work.fused:
-            size = vllm_weight_bytes(work)
-            detail = f"vLLM's own copy{', in host memory while it sleeps' if work.on_cuda else ''}"
-            add("vLLM: weights", size, 0 if work.on_cuda else size, detail)
-        pool, buffers = pool_bytes(work, rows), buffer_bytes(work, rows)
-        detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
-        add("vLLM: pool", pool, 0 if work.on_cuda else pool, detail)
-        kept = asleep_bytes(work, rows) if work.on_cuda else buffers
-        add("vLLM: buffers", buffers, kept, "adapter, one forward pass, CUDA graphs; assumed, not measured")
+        yield _both("unpacking", most * work.compute_bytes, "the largest matrix, unpacked")  # for every multiplication
+    yield _both("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries")
+
+
+def _list_vllm(work: Workload, rows: int) -> Iterator[Row]:
+    """vLLM's; what stays of it while the policy trains also counts in training."""
+    awake = not work.on_cuda  # on a CPU its sleep does nothing
+    if not work.fused:
+        size = vllm_weight_bytes(work)
+        host = "" if awake else ", in host memory while it sleeps"
+        yield "vLLM: weights", size, size * awake, f"vLLM's own copy{host}"
+    pool, buffers, kib = pool_bytes(work, rows), buffer_bytes(work, rows), cache_bytes_per_token(work) / 1024
+    detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
+    yield "vLLM: pool", pool, pool * awake, detail
+    detail = "adapter, one forward pass, CUDA graphs; assumed, not measured"
+    yield "vLLM: buffers", buffers, buffers if awake else asleep_bytes(work, rows), detail
+
+
+def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:
+    """What the kit's own engines need for a rollout."""
+    shape, states = work.shape, state_bytes(work)
+    each = f"{work.cache_tokens} tokens x {cache_bytes_per_token(work) / 1024:.4g} KiB"
+    each = each if shape.delta is None else f"({each} + {states / 2**20:.4g} MiB)"
+    yield "cache", cache_bytes(work, rows), 0, f"{rows} x {each}"
+    if work.has_graphs:
+        detail = "CUDA graphs of a token step; assumed, not measured"
+        yield "graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, detail
     else:
-        detail = f"{rows} x {work.cache_tokens} tokens x {kib:.4g} KiB"
-        if shape.delta is not None:
-            states = state_bytes(work) / 2**20
-            detail = f"{rows} x ({work.cache_tokens} tokens x {kib:.4g} KiB + {states:.4g} MiB)"
-        add("cache", cache_bytes(work, rows), 0, detail)
         # With as many key heads as query heads, to grow one layer's keys; at least three states of a delta net.
         width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-        state = state_bytes(work) // max(shape.num_layers - shape.num_attention, 1)
-        if work.has_graphs:
-            add("graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, "CUDA graphs of a token step; assumed, not measured")
-        else:
-            decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
-            add("decoding", decoding, 0, "one layer's keys and values, once per query head")
-        if work.engine == "native":
-            add("decoder", *decoder_bytes(work))
-        add("sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts")
+        state = states // max(shape.num_layers - shape.num_attention, 1)
+        decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
+        yield "decoding", decoding, 0, "one layer's keys and values, once per query head"
+    if work.engine == "native":
+        size, detail = decoder_bytes(work)
+        yield "decoder", size, 0, detail
+    yield "sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts"
+
+
+def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
+    """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
+    table = [*_list_lasting(work)]
+    if work.engine == "server":
+        table.append(_both("cache", 0, "on the server"))
+    else:
+        table += _list_vllm(work, rows) if work.engine == "vllm" else _list_sampling(work, rows)
     detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"
-    add("activations", 0, activation_bytes(work), detail)
-    add("head", 0, head_bytes(work), "scored states, one tile of logits")
-    if work.factors != (1.0, 1.0):  # of all but the context; vLLM enforces its share itself
-        factors = (1.0 if work.engine == "vllm" else work.factors[0], work.factors[1])
+    table.append(("activations", 0, activation_bytes(work), detail))
+    table.append(("head", 0, head_bytes(work), "scored states, one tile of logits"))
+    parts = [MemoryPart(name, rollout / GIB, training / GIB, detail) for name, rollout, training, detail in table]
+    # Of all but the context; vLLM enforces its share itself.
+    factors = {"rollout": 1.0 if work.engine == "vllm" else work.factors[0], "training": work.factors[1]}
+    if work.factors != (1.0, 1.0):
         context = context_bytes(work) / GIB
-        rollout = (factors[0] - 1) * (sum(part.rollout_gib for part in parts) - context)
-        training = (factors[1] - 1) * (sum(part.training_gib for part in parts) - context)
-        more = {"rollout": (rollout, factors[0]), "training": (training, factors[1])}
-        found = [
-            f"{name} x {factor:.2f} ({load_corrections()['source']})" for name, (gib, factor) in more.items() if gib
-        ]
-        parts.append(MemoryPart("correction", rollout, training, f"measured: {', '.join(found)}"))
+        rollout = (factors["rollout"] - 1) * (sum(part.rollout_gib for part in parts) - context)
+        training = (factors["training"] - 1) * (sum(part.training_gib for part in parts) - context)
+        source = load_corrections()["source"]
+        named = [f"{name} x {factor:.2f} ({source})" for name, factor in factors.items() if factor != 1]
+        parts.append(MemoryPart("correction", rollout, training, f"measured: {', '.join(named)}"))
     return parts
 
 
@@ -476,7 +487,7 @@ def unmeasured_gib(work: Workload, peak_gib: float, part: str) -> float:
     """By how much a measurement may exceed this peak; for vLLM's rollout only outside its share."""
     if part == "rollout" and work.engine == "vllm":
         peak_gib = rollout_gib(replace(work, engine="server", factors=(1.0, 1.0)), 1)
-    return work.unmeasured * (peak_gib - context_bytes(work) / GIB)
+    return UNMEASURED * (peak_gib - context_bytes(work) / GIB)
 
 
 def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
@@ -484,7 +495,7 @@ def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
     limit_gib -= work.unknown_bytes / GIB
     if part == "rollout" and work.engine == "vllm":
         return limit_gib - unmeasured_gib(work, limit_gib, part)
-    return (limit_gib + work.unmeasured * context_bytes(work) / GIB) / (1 + work.unmeasured)
+    return (limit_gib + UNMEASURED * context_bytes(work) / GIB) / (1 + UNMEASURED)
 
 
 def rows_at_once(work: Workload, limit_gib: float, wanted: int | None = None) -> int:

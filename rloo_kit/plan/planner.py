@@ -30,7 +30,7 @@ from rloo_kit.plan.parts import (
     unmeasured_gib,
     vllm_weight_bytes,
 )
-from rloo_kit.plan.shapes import DYNAMIC_ENDING, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
 from rloo_kit.sizes import TOKENS_PER_PASS
@@ -75,67 +75,80 @@ def read_workload(
 ) -> Workload:
     """The inputs of the arithmetic for a run; see `plan_vram`. `engine` overrides `rollout.engine`; auto is read as the
     backend's engine without vLLM."""
-    model, rloo = run.model, run.rloo
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
+    fused = uses_unsloth(run, machine)
+    work = Workload(
+        shape=shape,
+        fused=fused,
+        on_cuda=machine.on_cuda,
+        factors=find_factors(machine.on_cuda, fused),
+        **_read_model(run, shape, machine, fused),
+        **_read_rloo(run, machine),
+        **_read_engine(run, shape, machine, fused, engine or run.rollout.engine),
+    )
+    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
+    if shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
+        return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
+    return work
+
+
+def _read_model(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool) -> dict[str, Any]:
+    """Precisions, what is trained, and what that keeps in memory."""
+    model, by_machine = run.model, "bfloat16" if machine.on_cuda and run.model.lora else "float32"
+    is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
     rank: int | None = None  # every parameter is trained
     targets: Iterable[str] = ()
-    is_continued = False
+    reference = "model"
     if model.lora is not None:
         every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
         rank, targets, is_continued = model.lora.r, model.lora.target_modules or every, model.adapter is not None
         settings = read_adapter(model.adapter or model.name)
         if isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list):
             rank, targets, is_continued = settings["r"], settings["target_modules"], True
-    fused = uses_unsloth(run, machine)
-    by_machine = "float32" if model.lora is None or not machine.on_cuda else "bfloat16"
-    is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
-    longest = rloo.max_completion_length
+        reference = "adapter" if is_continued and run.rloo.reference == "start" else "none"
+    checkpointing = "on" if model.gradient_checkpointing else "off"
+    return {
+        "four_bit": model.load_in_4bit or shape.is_quantised,
+        "weight_bytes": 4 if is_wide else 2,
+        "compute_bytes": 4 if is_wide and not (machine.on_cuda and model.lora is None) else 2,
+        "lora_rank": rank,
+        "lora_targets": tuple(targets),
+        "checkpointing": "offloaded" if fused and model.gradient_checkpointing == "unsloth" else checkpointing,
+        "reference": reference if run.rloo.beta > 0 else "none",
+        "max_length": model.max_seq_length,
+    }
+
+
+def _read_rloo(run: RunConfig, machine: Machine) -> dict[str, Any]:
+    """Lengths, and the sizes of a rollout and of a pass."""
+    rloo, processes, longest = run.rloo, count_processes(), run.rloo.max_completion_length
     if rloo.thinking_budget is not None and rloo.answer_budget is not None and not rloo.has_tools:
         budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
         longest = min(budgets, longest)
-    engine = engine or run.rollout.engine
+    return {
+        "optim": rloo.optim,
+        "tokens_per_pass": 1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
+        "whole_groups": rloo.memory == "fast" and rloo.beta > 0,
+        "prompt_tokens": run.data.max_prompt_length,
+        "completion_tokens": int(longest),
+        "mean_share": MEAN_SHARES[rloo.thinking_budget is not None],
+        "num_generations": rloo.num_generations,
+        "completions": rloo.generation_batch_size // processes,
+        "keeps_gradients": rloo.generation_batch_size < step_completions(run) * processes,
+    }
+
+
+def _read_engine(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool, engine: str) -> dict[str, Any]:
+    """The engine, and the keys of vLLM."""
     if engine == "auto":
         engine = "generate" if shape.delta or (fused and not shape.has_kernels) else "native"
     vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
-    checkpointing = "on" if model.gradient_checkpointing else "off"
-    if fused and model.gradient_checkpointing == "unsloth":
-        checkpointing = "offloaded"
-    reference = "none"
-    if rloo.beta > 0:
-        copies = is_continued and rloo.reference == "start"
-        reference = "model" if rank is None else "adapter" if copies else "none"
-    work = Workload(
-        shape=shape,
-        four_bit=model.load_in_4bit or shape.is_quantised,
-        weight_bytes=4 if is_wide else 2,
-        compute_bytes=4 if is_wide and not (machine.on_cuda and model.lora is None) else 2,
-        lora_rank=rank,
-        lora_targets=tuple(targets),
-        optim=rloo.optim,
-        checkpointing=checkpointing,
-        fused=fused,
-        tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
-        whole_groups=rloo.memory == "fast" and rloo.beta > 0,
-        reference=reference,
-        prompt_tokens=run.data.max_prompt_length,
-        completion_tokens=int(longest),
-        mean_share=MEAN_SHARES[rloo.thinking_budget is not None],
-        num_generations=rloo.num_generations,
-        completions=rloo.generation_batch_size // count_processes(),
-        keeps_gradients=rloo.generation_batch_size < step_completions(run) * count_processes(),
-        on_cuda=machine.on_cuda,
-        engine=engine,
-        float8_cache=engine == "vllm" and vllm.float8_kv_cache,
-        max_length=model.max_seq_length,
-        enforce_eager=vllm.enforce_eager,
-        vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
-        factors=find_factors(machine.on_cuda, fused),
-        unmeasured=UNMEASURED,
-    )
-    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
-    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
-        return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
-    return work
+    return {
+        "engine": engine,
+        "float8_cache": engine == "vllm" and vllm.float8_kv_cache,
+        "enforce_eager": vllm.enforce_eager,
+        "vllm_bytes": None if share is None else int(share * machine.total_gib * GIB),
+    }
 
 
 def wanted_rows(run: RunConfig, work: Workload) -> int | None:
@@ -185,10 +198,10 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
     if problems := run.find_vllm_problems("vllm"):
         return problems[0]
     if work.float8_cache and machine.capability is not None and machine.capability < (8, 0):
-        found = ".".join(map(str, machine.capability))
+        capability = ".".join(map(str, machine.capability))
         return (
             f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
-            f"{found}: set rollout.vllm.float8_kv_cache=false"
+            f"{capability}: set rollout.vllm.float8_kv_cache=false"
         )
     version = installed_version("vllm") if work.four_bit and machine.is_here else None
     if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
@@ -238,10 +251,9 @@ def plan_engine(
     if not machine.on_cuda:
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)
-    obstacle = plan.obstacle
-    if obstacle is None and not machine.is_here:
-        obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
-    if obstacle is None:
+    elsewhere = "assumed not installed on another machine, rollout.engine=vllm plans for it"
+    obstacle = plan.obstacle or ("" if machine.is_here else elsewhere)
+    if not obstacle:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
     backend = "Unsloth" if uses_unsloth(run, machine) else "transformers"
     return EngineChoice(name, f"{backend}; not vLLM: {obstacle.partition('; set ')[0]}")
@@ -299,7 +311,7 @@ def plan_vram(
         rows=rows,
         completions=work.completions,
         tokens_per_pass=work.pass_tokens,
-        margins=tuple(_find_margins(run, work, rows, machine)),
+        margins=tuple(_find_margins(run, work, machine, rollout, training)),
         no_gpu=no_gpu,
         changes=() if fits else tuple(find_remedies(run, work, rows, limit)),
     )
@@ -329,14 +341,13 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
     return Problem("machine", found, other)
 
 
-def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -> Iterator[Margin]:
+def _find_margins(
+    run: RunConfig, work: Workload, machine: Machine, rollout: float, training: float
+) -> Iterator[Margin]:
     """What the peaks do not count; docs/plan.md has the source of each figure."""
-    rollout, training = rollout_gib(work, rows), training_gib(work, rows)
     if work.unknown_bytes:
-        reason = (
-            "layers that this dynamic 4-bit model keeps in 16 bit: at most 10% of the weights, according to Unsloth"
-        )
-        yield Margin(work.unknown_bytes / GIB, reason)
+        kept = "layers that this dynamic 4-bit model keeps in 16 bit"
+        yield Margin(work.unknown_bytes / GIB, f"{kept}: at most 10% of the weights, according to Unsloth")
     if run.eval.batch_size > work.completions and work.engine in ("native", "generate"):
         tokens = run.eval.max_completion_length or work.completion_tokens
         batch = replace(work, completions=run.eval.batch_size, completion_tokens=tokens)
@@ -344,9 +355,9 @@ def _find_margins(run: RunConfig, work: Workload, rows: int, machine: Machine) -
         if more > 0:
             yield Margin(more, f"the evaluation, with eval.batch_size = {run.eval.batch_size} completions at once")
     part = "training" if training > rollout else "rollout"
-    if (unmeasured := unmeasured_gib(work, max(rollout, training), part)) > 0:
-        here = "on this machine" if machine.is_here else "on that GPU"
-        yield Margin(unmeasured, f"not measured {here}: {work.unmeasured:.0%} of the computed peak")
+    here = "on this machine" if machine.is_here else "on that GPU"
+    unmeasured = unmeasured_gib(work, max(rollout, training), part)
+    yield Margin(unmeasured, f"not measured {here}: {UNMEASURED:.0%} of the computed peak")
 
 
 # ------------------------------------------------------------------------------------------ what to change
@@ -362,13 +373,11 @@ def find_remedies(run: RunConfig, work: Workload, rows: int, limit: float) -> It
             value = rows_at_once(changed, limit)
         rows = rows_at_once(changed, limit, wanted)
         after = rollout_gib(changed, rows), training_gib(changed, rows)
-        helps = (rollout > limit and after[0] < rollout) or (training > limit and after[1] < training)
-        if not helps:
-            continue
-        rollout, training = after
-        yield Remedy(key, value, rollout, training, max(after) <= limit)
-        if max(after) <= limit:
-            return
+        if (rollout > limit and after[0] < rollout) or (training > limit and after[1] < training):
+            rollout, training = after
+            yield Remedy(key, value, rollout, training, max(after) <= limit)
+            if max(after) <= limit:
+                return
 
 
 def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[str, Any, Workload]]:

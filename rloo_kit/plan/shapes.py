@@ -15,7 +15,7 @@ from typing import Any
 from rloo_kit.config.model_names import RECORD, SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.runs.files import read_json
+from rloo_kit.runs.files import read_object
 from rloo_kit.system.environment import huggingface_home
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
@@ -233,8 +233,7 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
 
 def read_adapter(folder: str | Path) -> dict[str, Any]:
     """`adapter_config.json` of an adapter's folder; empty if it cannot be read."""
-    found = read_json(Path(folder).expanduser() / "adapter_config.json")
-    return found if isinstance(found, dict) else {}
+    return read_object(Path(folder).expanduser() / "adapter_config.json")
 
 
 def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:

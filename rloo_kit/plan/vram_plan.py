@@ -30,6 +30,10 @@ class Machine:
     def usable_gib(self) -> float:
         return self.total_gib - self.reserve_gib
 
+    @property
+    def room(self) -> str:
+        return f"{self.total_gib:.2f} ({self.reserve_gib:.1f} reserved)"
+
 
 @dataclass(frozen=True)
 class VllmPlan:
@@ -51,10 +55,6 @@ class VllmPlan:
     weights_gib: float
     asleep_gib: float
     obstacle: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values, with three decimals."""
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         weights = "shared with training" if self.shared else "a second copy"
@@ -86,6 +86,11 @@ class Remedy:
     def override(self) -> str:
         """KEY=VALUE for the command line."""
         return f"{self.key}={write_value(self.value)}"
+
+    def __str__(self) -> str:
+        which = "rollout" if self.rollout_gib > self.training_gib else "training"
+        peak = max(self.rollout_gib, self.training_gib)
+        return f"{self.override:<38} {peak:6.2f} GiB ({which}){', fits' if self.fits else ''}"
 
 
 @dataclass(frozen=True)
@@ -159,32 +164,25 @@ class VramPlan:
     @property
     def sentence(self) -> str:
         """The verdict of a run that fits, with the headroom and the margin."""
-        machine, margin = self.machine, f"{self.margin_gib:.2f}"
-        left = f"{self.headroom_gib:.2f} GiB to spare of {machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
-        if self.verdict == "tight":
-            return f"Tight: {left}, less than the margin of {margin}; {self.binds} binds."
-        return f"Fits: {left}, which covers the margin of {margin}; {self.binds} binds."
+        covers = "less than" if self.verdict == "tight" else "which covers"
+        left = f"{self.headroom_gib:.2f} GiB to spare of {self.machine.room}, {covers} the margin"
+        return f"{self.verdict.capitalize()}: {left} of {self.margin_gib:.2f}; {self.binds} binds."
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; GiB with three decimals."""
 
-        def rounded(one: Any, *names: str) -> dict[str, Any]:
-            found = {name: getattr(one, name) for name in names}
-            return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
-
         peaks = "rollout_gib", "training_gib"
-        found = rounded(self, "run", "model", "fits", "verdict", "binds", "rows", "completions", "tokens_per_pass")
-        found |= rounded(self, *peaks, "headroom_gib", "margin_gib")
-        found |= {"machine": self.machine.name} | rounded(self.machine, "total_gib", "reserve_gib")
-        return found | {
+        names = "run", "model", "fits", "verdict", "binds", "rows", "completions", "tokens_per_pass", *peaks
+        machine = {"machine": self.machine.name} | _values(self.machine, "total_gib", "reserve_gib")
+        return _values(self, *names, "headroom_gib", "margin_gib") | machine | {
             "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
-            "vllm": self.vllm and self.vllm.to_dict(),
+            "vllm": self.vllm and _values(self.vllm, *asdict(self.vllm)),
             "step": self.step and self.step.to_dict(),
-            "margins": [rounded(one, "gib", "reason") for one in self.margins],
-            "parts": {part.name: rounded(part, *peaks) for part in self.parts},
-            "changes": [rounded(one, "override", *peaks, "fits") for one in self.changes],
-        }
+            "margins": [_values(margin, "gib", "reason") for margin in self.margins],
+            "parts": {part.name: _values(part, *peaks) for part in self.parts},
+            "changes": [_values(change, "override", *peaks, "fits") for change in self.changes],
+        }  # fmt: skip
 
     def __str__(self) -> str:
         title = f"Memory of {self.run}, GiB (computed, not measured)"
@@ -196,17 +194,13 @@ class VramPlan:
         for part in self.parts:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
         lines = [render_text(table), *map(fill_text, self._say())]
-        for change in self.changes:
-            which = "rollout" if change.rollout_gib > change.training_gib else "training"
-            peak = max(change.rollout_gib, change.training_gib)
-            lines.append(f"  {change.override:<38} {peak:6.2f} GiB ({which}){', fits' if change.fits else ''}")
+        lines += [f"  {change}" for change in self.changes]
         if self.changes and not self.changes[-1].fits:
             lines.append("  these are not enough: also take a smaller model or a larger GPU")
         return "\n".join(lines)
 
     def _say(self) -> Iterator[str]:
         """The verdict, engine, rows, speed, and the heading of the changes."""
-        machine = self.machine
         cannot_run = self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0
         if self.vllm is not None and cannot_run:
             yield f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}."
@@ -219,8 +213,7 @@ class VramPlan:
             yield sentence
             yield from (f"  margin {one.gib:.2f}: {one.reason}" for one in self.margins)
         elif not cannot_run:
-            left = f"{machine.total_gib:.2f} ({machine.reserve_gib:.1f} reserved)"
-            yield f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {left}; {self.binds} binds."
+            yield f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {self.machine.room}; {self.binds} binds."
         yield f"Rollouts: {self.engine.name} ({self.engine.reason})."
         if self.engine.name == "server":
             yield f"Rows of a rollout: {self.completions}, with the KV cache on the server; not planned."
@@ -231,6 +224,12 @@ class VramPlan:
             yield "Changes, cheapest first, each on top of those before it:"
 
     __repr__ = __str__
+
+
+def _values(source: Any, *names: str) -> dict[str, Any]:
+    """These values of an object; GiB and shares with three decimals."""
+    values = {name: getattr(source, name) for name in names}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _written(gib: float) -> str:

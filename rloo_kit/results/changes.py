@@ -17,6 +17,7 @@ from rloo_kit.results.evaluation import (
     digest_prompt,
     is_thinking,
     name_of,
+    named_sides,
     number_repeats,
     pair_samples,
     rewards_differ,
@@ -67,9 +68,9 @@ class Change:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers for JSON; `low` and `high` are of the difference, `value`."""
-        found: dict[str, Any] = {"measure": self.measure, "before": self.before.value, "after": self.after.value}
-        found |= dict(zip(("value", "low", "high"), self.difference.ends, strict=True))
-        return found | {"prompts": self.difference.count, "name": self.name}
+        sides = {"measure": self.measure, "before": self.before.value, "after": self.after.value}
+        difference = dict(zip(("value", "low", "high"), self.difference.ends, strict=True))
+        return sides | difference | {"prompts": self.difference.count, "name": self.name}
 
     def __str__(self) -> str:
         """For example: Accuracy rose from 26 % to 93 % (+67 points, 95 % CI 64 to 70, 1,000 held-out prompts)."""
@@ -106,9 +107,8 @@ def change_of(measure: str, before: Evaluation, after: Evaluation) -> Change | N
         return None
     both = list(pair_means(before, after, measure).values())
     if both and old.low != old.high:  # else it is so by definition: the win rate before training
-        is_one = measure.startswith(("greedy", "win"))
-        sizes = [1, 1] if is_one else [before.num_samples, after.num_samples]
-        first, second = [a for a, _ in both], [b for _, b in both]
+        sizes = [1, 1] if measure.startswith(("greedy", "win")) else [before.num_samples, after.num_samples]
+        first, second = zip(*both, strict=True)
         old, new = mean_of_prompts(first, sizes[0]), mean_of_prompts(second, sizes[1])
         difference = paired_difference(first, second, math.lcm(*sizes))
     else:
@@ -209,13 +209,13 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
     kinds: dict[Any, str] = {}
     if before is not None and after is not None:
         shared = [name for name in shared_measures(before, after) if name != "win_rate"]
-        by_reward = "reward" in shared[:1]
-        leading, greedy = ("reward", "greedy reward") if by_reward else ("accuracy", "greedy")
+        leading, greedy, sampled = "accuracy", "greedy", f"temperature {after.temperature:g}"
+        if "reward" in shared[:1]:
+            leading, greedy, sampled = "reward", "greedy reward", "reward"
         kinds = _kinds(before, after, leading)
-        sampled = "reward" if by_reward else f"temperature {after.temperature:g}"
-        for title, one in ((greedy, _kinds(before, after, f"greedy_{leading}")), (sampled, kinds)):
-            if found := Counter(one.values()):
-                counts[title] = {kind: found[kind] for kind in KINDS if kind in found}
+        for title, by_prompt in ((greedy, _kinds(before, after, f"greedy_{leading}")), (sampled, kinds)):
+            if numbers := Counter(by_prompt.values()):
+                counts[title] = {kind: numbers[kind] for kind in KINDS if kind in numbers}
     return Changes(counts, _prompts(before, after, kinds), max(one.num_prompts for one in measured))
 
 
@@ -236,8 +236,8 @@ def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, 
 def _prompts(
     before: Evaluation | None, after: Evaluation | None, kinds: dict[tuple[str, int], str]
 ) -> list[dict[str, Any]]:
-    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
-    pairs = pair_samples(**{name: replace(one, samples=one.all_samples) for name, one in sides.items()})
+    sides = named_sides(before, after)
+    pairs = pair_samples(**{name: replace(side, samples=side.all_samples) for name, side in sides.items()})
     texts = [_texts(sample) for pair in pairs for sample in pair.samples.values()]
     limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
     found = []
@@ -245,18 +245,17 @@ def _prompts(
         last = list(pair.samples.values())[-1]
         kind = kinds.get(key) or {True: "right", False: "wrong"}.get(last["correct"])
         entry: dict[str, Any] = {"prompt": plain(pair.prompt), "kind": kind}
-        if pair.gold is not None:
-            entry["gold"] = show_text(pair.gold)
+        entry |= {} if pair.gold is None else {"gold": show_text(pair.gold)}
         for name, sample in pair.samples.items():
             *steps, thinking, answer = map(show_text, cut_parts(_texts(sample), limit))
-            entry[name] = {"answer": answer, "correct": sample["correct"], "notes": describe_sample(sample)}
+            notes = describe_sample(sample)
             if sample["correct"] is None and sample.get("reward") is not None:
-                entry[name]["notes"] = f"reward {sample['reward']:.3g}, {entry[name]['notes']}"
+                notes = f"reward {sample['reward']:.3g}, {notes}"
+            entry[name] = {"answer": answer, "correct": sample["correct"], "notes": notes}
             if is_thinking(sample):
                 entry[name]["thinking"] = thinking
             if steps:
-                named = zip(list_steps(sample["turns"]), steps, strict=True)
-                entry[name]["steps"] = [(step, text) for (step, _), text in named]
+                entry[name]["steps"] = list(zip((kind for kind, _ in list_steps(sample["turns"])), steps, strict=True))
         found.append(entry)
     order = {kind: place for place, kind in enumerate(KINDS)}
     return sorted(found, key=lambda entry: order.get(entry["kind"], len(order)))
@@ -287,25 +286,20 @@ class HeldOutHistory:
         patience: evaluations in a row without a new best until `is_over`; None: never.
 
     Attributes:
-        best: the first with the highest mean; None before any was measured.
+        best: the first with the highest mean; value: the newest mean; None before any was measured.
         since: number of evaluations after it.
     """
 
     def __init__(self, measure: str, patience: int | None) -> None:
         self.measure, self.patience = measure, patience
         self.best: HeldOut | None = None
-        self.last: HeldOut | None = None
+        self.value: float | None = None
         self.since = 0
 
     @property
     def is_over(self) -> bool:
         """Whether the patience is exhausted."""
         return self.patience is not None and self.since >= self.patience
-
-    @property
-    def value(self) -> float | None:
-        """The newest mean; None before the first."""
-        return None if self.last is None else self.last.evaluation.value(self.measure)
 
     @property
     def best_value(self) -> float | None:
@@ -318,7 +312,7 @@ class HeldOutHistory:
         value, best = found.evaluation.value(self.measure), self.best_value
         if value is None:
             return False
-        self.last = found
+        self.value = value
         if best is None or (value > best if was_best is None else was_best):
             self.best, self.since = found, 0
             return True

@@ -224,11 +224,11 @@ class Evaluation:
         rewards = [(title, str(found[name])) for name, title in titles.items() if name in found]
         of = "" if word == "accuracy" else f", {word}"
         rest = [(f"pass@{k}{of}", f"{value:.3f}") for k, value in sorted(self.pass_at_k.items())]
-        for one in self.budgets:
-            rest.append((f"{word}, thinking at most {one.tokens} tokens", str(one.accuracy or "no answers")))
-            rest.append((f"closed by the budget at {one.tokens}", f"{one.forced_share:.1%}"))
-            for side, who in ((one.forced, "closed by the budget"), (one.unforced, "the others")):
-                rest += [(f"{word} at {one.tokens}, {who}", str(side))] if side is not None else []
+        for budget in self.budgets:
+            rest.append((f"{word}, thinking at most {budget.tokens} tokens", str(budget.accuracy or "no answers")))
+            rest.append((f"closed by the budget at {budget.tokens}", f"{budget.forced_share:.1%}"))
+            for side, who in ((budget.forced, "closed by the budget"), (budget.unforced, "the others")):
+                rest += [(f"{word} at {budget.tokens}, {who}", str(side))] if side is not None else []
         if says_nothing(self, *others):
             answers, rest = [], []
         if "win_rate" in found:
@@ -237,20 +237,17 @@ class Evaluation:
             rest.append(("the judge agrees in both orders", f"{self.judge_agreement:.1%}"))
         by_answers = self.leading == "accuracy"
         rows = [*answers, *rewards, *rest] if by_answers else [*rewards, *answers, *rest]
-        if self.closed_share is not None:
-            rows.append(("thinking closed", f"{self.closed_share:.1%}"))
-        if self.forced_share is not None:
-            rows.append((f"closed by the budget of {self.thinking_budget}", f"{self.forced_share:.1%}"))
+        closed = {"thinking closed": self.closed_share}
+        closed[f"closed by the budget of {self.thinking_budget}"] = self.forced_share
+        rows += [(title, f"{share:.1%}") for title, share in closed.items() if share is not None]
         if (thinking := self.measure(THINKING)) is not None:
             rows.append(("thinking tokens", f"{thinking:.1f}"))
         rows.append((f"truncated at {self.max_completion_length} tokens", f"{self.truncated_share:.1%}"))
         rows.append(("tokens per completion", f"{self.mean_tokens:.1f}"))
         rows += [(title, f"{self.tools[name]:{form}}") for name, (title, form) in TOOLS.items() if name in self.tools]
-        if self.unscored:
-            rows.append(("could not be judged, counted as wrong", str(self.unscored)))
-        if self.reward_unscored:
-            rows.append(("without a reward, excluded from its mean", str(self.reward_unscored)))
-        return rows
+        unscored = {"could not be judged, counted as wrong": self.unscored}
+        unscored["without a reward, excluded from its mean"] = self.reward_unscored
+        return rows + [(title, str(number)) for title, number in unscored.items() if number]
 
     def describe(self) -> str:
         """The main measures on one line, for a run's output; `rows` has all of them."""
@@ -288,6 +285,11 @@ class Evaluation:
 
     def __str__(self) -> str:
         return render_text(self)
+
+
+def named_sides(before: Evaluation | None, after: Evaluation | None) -> dict[str, Evaluation]:
+    """Those that were measured, by "before" and "after"."""
+    return {name: side for name, side in (("before", before), ("after", after)) if side is not None}
 
 
 def shared_measures(*sides: Evaluation | None) -> tuple[str, ...]:

@@ -14,12 +14,12 @@ from rloo_kit.health.rules import Context
 from rloo_kit.health.series import LEVELS, Judgement, is_number, judge_metrics
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
-from rloo_kit.results.evaluation import Evaluation, merge_rows
+from rloo_kit.results.evaluation import Evaluation, merge_rows, named_sides
 from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
@@ -62,19 +62,18 @@ class RunOverview:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        found: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
-        sides = {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}
-        found["accuracy"] = {name: _brief(one) for name, one in sides.items()}
-        if self.comparison is not None:
-            one = self.comparison
-            found["measure"] = one.leading
+        values: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
+        values["accuracy"] = {name: _brief(side) for name, side in named_sides(self.before, self.after).items()}
+        if (comparison := self.comparison) is not None:
+            values["measure"] = comparison.leading
             for key, name in (("difference", "accuracy"), ("reward_difference", "reward")):
-                ends = one.changes[name].difference.ends if name in one.changes else (None, None, None)
-                found["accuracy"][key] = dict(zip(("value", "low", "high"), ends, strict=True))
-            found["prompts"] = find_changes(self.before, self.after).counts
-        means = {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
-        metrics = {"metrics": [one.to_dict() for one in self.judgements]}
-        return found | {"level": self.level, "actions": self.actions, "health": self.findings} | metrics | means
+                change = comparison.changes.get(name)
+                ends = (None, None, None) if change is None else change.difference.ends
+                values["accuracy"][key] = dict(zip(("value", "low", "high"), ends, strict=True))
+            values["prompts"] = find_changes(self.before, self.after).counts
+        values |= {"level": self.level, "actions": self.actions, "health": self.findings}
+        values["metrics"] = [metric.to_dict() for metric in self.judgements]
+        return values | {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
 
     def __rich__(self) -> Group:
         step, total = self.status.get("step"), self.status.get("max_steps")
@@ -86,7 +85,7 @@ class RunOverview:
         if self.status.get("error"):
             verdict.append(f"\n{fill_text('error: ' + str(self.status['error']))}")
         parts: list[Any] = [Text(head, style="bold"), verdict]
-        if sides := {name: one for name, one in (("before", self.before), ("after", self.after)) if one is not None}:
+        if sides := named_sides(self.before, self.after):
             table = Table("held-out", box=None, pad_edge=False)
             for name in sides:
                 table.add_column(name, justify="right")
@@ -104,15 +103,16 @@ class RunOverview:
             parts += [Text(""), Text(fill_text(f"{time}."))]
         if self.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
-            for one in self.findings:
-                over = "" if one["holds"] else f" (over after step {one['last']})"
-                text = f"  {one['rule'].replace('_', ' ')} since step {one['since']}{over}: {one['evidence']}"
-                parts.append(Text(fill_text(f"{text}. {one['cause']}. To do: {one['fix']}")))
-        if others := [text for one in self.judgements if (text := str(one)) in self.actions]:
-            is_alarming = any(one.level == "alarming" and str(one) in others for one in self.judgements)
+            for finding in self.findings:
+                over = "" if finding["holds"] else f" (over after step {finding['last']})"
+                rule = finding["rule"].replace("_", " ")
+                text = f"  {rule} since step {finding['since']}{over}: {finding['evidence']}"
+                parts.append(Text(fill_text(f"{text}. {finding['cause']}. To do: {finding['fix']}")))
+        if others := [metric for metric in self.judgements if str(metric) in self.actions]:
+            is_alarming = any(metric.level == "alarming" for metric in others)
             title = "Alarming, so the exit code is 1" if is_alarming else "Worth checking"
             parts.append(Text(f"\n{title}, mean of the last {self.last} logged steps"))
-            parts += [Text(fill_text(f"  {one}")) for one in others]
+            parts += [Text(fill_text(f"  {metric}")) for metric in others]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -120,19 +120,19 @@ class RunOverview:
 
     def _curves(self) -> Table:
         """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
-        found = [
-            (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [one.value for one in points], chart)
+        curves = [
+            (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [p.value for p in points], chart.form)
             for chart in select_charts(self.rows)
             for name, points in chart.series.items()
         ]
-        width = columns() - 24 - max((len(title) for title, *_ in found), default=0)
+        width = columns() - 24 - max((len(title) for title, *_ in curves), default=0)
         each = f" {mean_window(len(self.rows))}" if len(self.rows) >= SMOOTH_FROM else ""
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", f"first{each}", f"last{each}"):
             table.add_column(title, justify="right" if title.startswith(("first", "last")) else "left", no_wrap=True)
-        for title, values, chart in found:
+        for title, values, form in curves:
             if len(set(values)) > 1:
-                ends = (format_value(end, chart.form) for end in first_and_last(values))
+                ends = (format_value(end, form) for end in first_and_last(values))
                 table.add_row(title, sparkline(values, max(width, 10)), *ends)
         return table
 
@@ -141,7 +141,7 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none. `last`: logged
     steps to average for the level, at least 1."""
     run = find_run(source)
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(
@@ -152,13 +152,11 @@ def describe_run(source: str | Path, last: int = 10) -> RunOverview:
     context, rows = Context.of(run), result.metrics
     watch = HealthWatch(context, rows)
     judgements = judge_metrics(rows, context.on_policy, last, watch.is_solved())
-    now = [one for one in watch.findings if watch.holds(one)]
-    known = {one.name for one in now} | watch.explained()
-    actions = []
-    for level in ("alarming", "watch"):
-        actions += [str(one) for one in now if one.level == level]
-        actions += [str(one) for one in judgements if one.level == level and one.rule not in known]
-    levels = ["healthy", *(one.level for one in now), *(one.level for one in judgements)]
+    now = [finding for finding in watch.findings if watch.holds(finding)]
+    known = {finding.name for finding in now} | watch.explained()
+    problems = [*now, *(metric for metric in judgements if metric.rule not in known)]
+    actions = [str(problem) for level in ("alarming", "watch") for problem in problems if problem.level == level]
+    levels = ["healthy", *(problem.level for problem in (*now, *judgements))]
     return RunOverview(
         folder=run_dir.folder,
         status={key: status[key] for key in STATUS if status.get(key) is not None},
@@ -189,12 +187,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _brief(one: Evaluation) -> dict[str, Any]:
-    found: dict[str, Any] = dict(zip(("accuracy", "low", "high"), one.ends("accuracy"), strict=True))
-    found |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
-    found["greedy_reward"] = one.value("greedy_reward")
-    found |= {"thinking_tokens": one.mean_thinking_tokens, "closed_share": one.closed_share}
-    found |= {"tools": one.tools} if one.tools else {}
-    return found | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
+    values: dict[str, Any] = dict(zip(("accuracy", "low", "high"), one.ends("accuracy"), strict=True))
+    values |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
+    values |= {"greedy_reward": one.value("greedy_reward"), "thinking_tokens": one.mean_thinking_tokens}
+    values |= {"closed_share": one.closed_share} | ({"tools": one.tools} if one.tools else {})
+    return values | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

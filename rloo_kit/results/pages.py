@@ -86,7 +86,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else show_text(value),
     )
-    environment.filters["thousands"] = "{:,}".format
+    environment.filters |= {"thousands": "{:,}".format, "duration": format_duration, "short": format_count}
     return environment
 
 

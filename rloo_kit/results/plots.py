@@ -5,7 +5,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
 from rloo_kit.health.series import Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
-from rloo_kit.results.evaluation import Evaluation, name_of, says_nothing
+from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, says_nothing
+from rloo_kit.results.intervals import Measured
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
@@ -67,13 +68,39 @@ class Chart:
     @property
     def values(self) -> list[float]:
         """Every value, without the intervals."""
-        return [one.value for points in self.series.values() for one in points]
+        return [point.value for points in self.series.values() for point in points]
 
     def kind(self, number: int) -> str:
         """The style's class of a series."""
         if self.alike:
             return f"c{number % COLORS}"
         return "s1" if number == len(self.series) - 1 else "s0"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The coordinates of steps from `first` to `last` and of values from `low` to `high` in the viewBox."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        inner = WIDTH - LEFT - RIGHT - 2 * INSET
+        return round(LEFT + INSET + inner * (step - self.first) / (self.last - self.first), 1)
+
+    def y(self, value: float) -> float:
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.low) / (self.high - self.low), 1)
+
+    def path(self, points: Sequence[Point]) -> str:
+        """Of more than MOST_POINTS the minimum and maximum of each bin, in step order."""
+        bins, kept = MOST_POINTS // 2, points
+        if len(points) > MOST_POINTS:
+            parts = [points[n * len(points) // bins : (n + 1) * len(points) // bins] for n in range(bins)]
+            ends = [{end(part, key=lambda point: point.value) for end in (min, max)} for part in parts]
+            kept = [point for both in ends for point in sorted(both, key=lambda point: point.step)]
+        return "M" + "L".join(f"{self.x(point.step)} {self.y(point.value)}" for point in kept)
 
 
 @dataclass
@@ -93,6 +120,24 @@ class Line:
     ends: list[tuple[float, float, float]] = field(default_factory=list)
     dots: list[tuple[float, float]] = field(default_factory=list)
     sparse: bool = False
+
+    @classmethod
+    def of(cls, points: Sequence[Point], kind: str, scale: Scale, dots: bool) -> "Line":
+        """The line of a series; `dots`: of measurements, each with its interval."""
+        if not dots and len(points) > 1:
+            if len(points) < SMOOTH_FROM:
+                return cls(kind, scale.path(points))
+            return cls(kind, scale.path(moving_mean(points)), scale.path(points))
+        line = cls(kind, dots=[(scale.x(point.step), scale.y(point.value)) for point in points])
+        for step, _, low, high in points:
+            if low is not None and high is not None:
+                line.ends.append((scale.x(step), scale.y(low), scale.y(high)))
+        if len(line.ends) > 2 and kind == "s1":
+            edge = [*((at, top) for at, _, top in line.ends), *((at, foot) for at, foot, _ in reversed(line.ends))]
+            line.area = " ".join(f"{at},{end}" for at, end in edge)
+        if len(points) > 2 or (len(points) == 2 and kind != "s0"):
+            line.path, line.sparse = scale.path(points), len(points) == 2
+        return line
 
 
 @dataclass
@@ -118,59 +163,27 @@ class Drawing:
 
 def draw_chart(chart: Chart) -> Drawing:
     """The coordinates of a chart with at least one point."""
-    steps = [one.step for points in chart.series.values() for one in points]
+    steps = [point.step for points in chart.series.values() for point in points]
     first, last = (-0.5, len(chart.labels) - 0.5) if chart.labels else (min(steps), max(steps))
     if first == last:
         first, last = first - 1, last + 1
     low, high, heights = _values_shown(chart)
-
-    def x(step: float) -> float:
-        inner = WIDTH - LEFT - RIGHT - 2 * INSET
-        return round(LEFT + INSET + inner * (step - first) / (last - first), 1)
-
-    def y(value: float) -> float:
-        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
-
-    def path(points: Sequence[Point]) -> str:
-        """Of more than MOST_POINTS the minimum and maximum of each bin, in step order."""
-        bins, kept = MOST_POINTS // 2, points
-        if len(points) > MOST_POINTS:
-            parts = [points[n * len(points) // bins : (n + 1) * len(points) // bins] for n in range(bins)]
-            ends = [{end(part, key=lambda one: one.value) for end in (min, max)} for part in parts]
-            kept = [point for both in ends for point in sorted(both, key=lambda one: one.step)]
-        return "M" + "L".join(f"{x(one.step)} {y(one.value)}" for one in kept)
-
-    def line(points: Sequence[Point], kind: str) -> Line:
-        if not chart.dots and len(points) > 1:
-            if len(points) < SMOOTH_FROM:
-                return Line(kind, path(points))
-            return Line(kind, path(moving_mean(points)), path(points))
-        drawn = Line(kind, dots=[(x(one.step), y(one.value)) for one in points])
-        drawn.ends = [
-            (x(step), y(low), y(high)) for step, _, low, high in points if low is not None and high is not None
-        ]
-        if len(drawn.ends) > 2 and kind == "s1":
-            edge = [*((at, top) for at, _, top in drawn.ends), *((at, foot) for at, foot, _ in reversed(drawn.ends))]
-            drawn.area = " ".join(f"{at},{end}" for at, end in edge)
-        if len(points) > 2 or (len(points) == 2 and kind != "s0"):
-            drawn.path, drawn.sparse = path(points), len(points) == 2
-        return drawn
-
+    scale = Scale(first, last, low, high)
     shown = [(chart.kind(number), name, points) for number, (name, points) in enumerate(chart.series.items()) if points]
-    lines = [line(points, kind) for kind, _, points in shown]
+    lines = [Line.of(points, kind, scale, chart.dots) for kind, _, points in shown]
     labels: list[tuple[float, str]] = [*enumerate(chart.labels)]
-    labels = labels or [(one, f"{one:,.0f}") for one in nice_ticks(first, last, 5, whole=True)]
+    labels = labels or [(tick, f"{tick:,.0f}") for tick in nice_ticks(first, last, 5, whole=True)]
     bands: list[tuple[float, float, float, float, str, str]] = []
     for row, mark in enumerate(chart.marks):
-        start, end = (x(min(max(step, first), last)) for step in (mark.since, mark.last))
+        start, end = (scale.x(min(max(step, first), last)) for step in (mark.since, mark.last))
         at, anchor = (start - 4, "end") if start > WIDTH * 0.55 else (start + 4, "start")
         bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.title))
     return Drawing(
         title=chart.title,
         from_to="" if chart.alike else from_to(chart),
         text=describe_chart(chart),
-        ticks=[(y(tick), _tick_text(tick, chart.form, heights)) for tick in heights],
-        below=[*((x(at), HEIGHT - 15, text) for at, text in labels),
+        ticks=[(scale.y(tick), _tick_text(tick, chart.form, heights)) for tick in heights],
+        below=[*((scale.x(at), HEIGHT - 15, text) for at, text in labels),
                ((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, chart.note)],
         bands=bands,
         lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
@@ -179,42 +192,33 @@ def draw_chart(chart: Chart) -> Drawing:
     )  # fmt: skip
 
 
-def draw_bar(parts: Sequence[tuple[str, float, float | None, float | None]], top: float) -> list[tuple[str, ...]]:
-    """Values with their intervals on a scale from 0 to `top`; what is beyond it is drawn at its end.
+def draw_bar(shares: Mapping[str, Measured]) -> list[tuple[str, ...]]:
+    """Class of the style, dot, left and right end of each share, by class, in the bar's viewBox."""
 
-    Args:
-        parts: class of the style, value, low and high (None without an interval).
+    def x(share: float) -> str:
+        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
 
-    Returns:
-        class, dot, left and right end of each, in the bar's viewBox.
-    """
-
-    def x(value: float) -> str:
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(value / top, 0.0), 1.0):.1f}"
-
-    return [
-        (kind, x(value), x(value if low is None else low), x(value if high is None else high))
-        for kind, value, low, high in parts
-    ]
+    return [(kind, *map(x, measured.ends)) for kind, measured in shares.items()]
 
 
 def describe_chart(chart: Chart) -> str:
     """A sentence that describes the chart."""
     texts = []
-    for name, points in ((name, points) for name, points in chart.series.items() if points):
-        ends = [points[0], points[-1]] if len(points) > 1 else points
-        at = [chart.labels[int(one.step)] if chart.labels else f"{chart.note} {one.step:g}" for one in ends]
-        said = (f"{format_value(one.value, chart.form)} at {place}" for one, place in zip(ends, at, strict=True))
-        texts.append(f"{name} {', '.join(said)}".strip())
-    text = f"{chart.title}: {'; '.join(texts)}"
-    return text + "".join(f"; {one.title} from step {one.since:g}" for one in chart.marks)
+    for name, points in chart.series.items():
+        ends = []
+        for point in dict.fromkeys([*points[:1], *points[-1:]]):
+            place = chart.labels[int(point.step)] if chart.labels else f"{chart.note} {point.step:g}"
+            ends.append(f"{format_value(point.value, chart.form)} at {place}")
+        texts += [f"{name} {', '.join(ends)}".strip()] if points else []
+    marks = "".join(f"; {mark.title} from step {mark.since:g}" for mark in chart.marks)
+    return f"{chart.title}: {'; '.join(texts)}{marks}"
 
 
 def from_to(chart: Chart) -> str:
     """The start and end of a line, as means if it is smoothed; empty if the points are not steps."""
     if chart.labels:
         return ""
-    values = [one.value for one in list(chart.series.values())[chart.ends_of]]
+    values = [point.value for point in list(chart.series.values())[chart.ends_of]]
     ends = (values[0], values[-1]) if chart.dots else first_and_last(values)
     return " → ".join(format_value(end, chart.form) for end in ends[: len(values)])
 
@@ -248,7 +252,7 @@ def moving_mean(points: Sequence[Point]) -> list[Point]:
     window, each = mean_window(len(points)), -(-len(points) // MOST_POINTS)
     means = []
     for place in range((len(points) - 1) % each, len(points), each):  # the last one is there
-        values = [one.value for one in points[max(0, place - window + 1) : place + 1]]
+        values = [point.value for point in points[max(0, place - window + 1) : place + 1]]
         means.append(Point(points[place].step, math.fsum(values) / len(values)))
     return means
 
@@ -266,14 +270,14 @@ def nice_ticks(low: float, high: float, wanted: int = 4, whole: bool = False) ->
     if whole:
         power = max(power, 1.0)
     factors = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
-    step = min((factor * power for factor in factors), key=lambda one: abs(one - rough))
+    step = min((factor * power for factor in factors), key=lambda size: abs(size - rough))
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _values_shown(chart: Chart) -> tuple[float, float, list[float]]:
     """The ends of the vertical axis, and its ticks: all of a share that moves much, 0 where it is near."""
-    ends = [end for points in chart.series.values() for one in points for end in one[1:] if end is not None]
+    ends = [end for points in chart.series.values() for point in points for end in point[1:] if end is not None]
     low, high = min(ends), max(ends)
     if chart.form != "share":
         low = 0.0 if 0 <= low <= 0.6 * high else low
@@ -304,22 +308,16 @@ def choose_curves(
         metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
     """
 
-    def is_equal(one: Chart, other: Chart) -> bool:
-        mine, its = ([point for points in chart.series.values() for point in points] for chart in (one, other))
-        return len(mine) == len(its) and all(
-            a.step == b.step and abs(a.value - b.value) <= SAME for a, b in zip(mine, its, strict=True)
-        )
-
     rows = in_order(metrics)
     charts = [] if held_out is None else [held_out]
-    for found in select_charts(rows):
-        if is_flat(found) or not any(is_equal(found, other) for other in charts):
-            charts.append(found)
+    for chart in select_charts(rows):
+        if is_flat(chart) or not any(_are_equal(chart, other) for other in charts):
+            charts.append(chart)
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
-        chart.marks += [one for one in findings if chart.metrics & {"reward", *reads.get(one.name, ())}]
-        of_finding = any(reads.get(one.name, ("",))[0] in chart.metrics for one in findings) and len(rows) > 1
+        chart.marks += [finding for finding in findings if chart.metrics & {"reward", *reads.get(finding.name, ())}]
+        of_finding = any(reads.get(finding.name, ("",))[0] in chart.metrics for finding in findings) and len(rows) > 1
         if chart is held_out or of_finding or not is_flat(chart):
             drawn.append(draw_chart(chart))
         else:
@@ -327,6 +325,13 @@ def choose_curves(
             title = chart.title if chart.title.startswith("KL") else chart.title[:1].lower() + chart.title[1:]
             constant.append(f"{title} {' to '.join(ends)}")
     return drawn, constant
+
+
+def _are_equal(chart: Chart, other: Chart) -> bool:
+    mine, its = ([point for points in one.series.values() for point in points] for one in (chart, other))
+    if [point.step for point in mine] != [point.step for point in its]:
+        return False
+    return all(abs(point.value - twin.value) <= SAME for point, twin in zip(mine, its, strict=True))
 
 
 def is_flat(chart: Chart) -> bool:
@@ -354,27 +359,23 @@ def held_out_chart(
     return Chart(f"Held-out {name}", series, form, dots=True, ends_of=0, metrics={"eval/accuracy"})
 
 
-def measured_points(found: Sequence[HeldOut], measure: str) -> list[Point]:
+def measured_points(evaluations: Sequence[HeldOut], measure: str) -> list[Point]:
     """A measure in evaluations, at their steps."""
-    measured = ((one.step, one.evaluation.measure(measure)) for one in found)
-    return [Point(step, *one.ends) for step, one in measured if one is not None]
+    measured = ((one.step, one.evaluation.measure(measure)) for one in evaluations)
+    return [Point(step, *mean.ends) for step, mean in measured if mean is not None]
 
 
 def budget_chart(before: Evaluation | None, after: Evaluation | None) -> Chart | None:
     """Accuracy by thinking budget, before and after; None if none was measured."""
-    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None and one.budgets}
-    budgets = sorted({budget.tokens for one in sides.values() for budget in one.budgets})
+    sides = {name: side for name, side in named_sides(before, after).items() if side.budgets}
+    budgets = sorted({budget.tokens for side in sides.values() for budget in side.budgets})
     series: dict[str, list[Point]] = {}
-    for name, one in sides.items():
-        found = [
-            Point(budgets.index(budget.tokens), *budget.accuracy.ends)
-            for budget in sorted(one.budgets, key=lambda budget: budget.tokens)
-            if budget.accuracy is not None
-        ]
-        if (whole := one.measure("accuracy")) is not None and found:
-            found.append(Point(len(budgets), *whole.ends))
-        if found:
-            series[name] = found
+    for name, side in sides.items():
+        measured = sorted((budgets.index(one.tokens), *one.accuracy.ends) for one in side.budgets if one.accuracy)
+        if measured and (whole := side.measure("accuracy")) is not None:
+            measured.append((len(budgets), *whole.ends))
+        if measured:
+            series[name] = [Point(*point) for point in measured]
     if not series or says_nothing(before, after):
         return None
     labels = [*(f"{budget:,}" for budget in budgets), "no budget"]
@@ -390,8 +391,8 @@ def tokens_generated(metrics: Sequence[Row]) -> float:
 def tokens_per_second(metrics: Sequence[Row], after: int = 0) -> float | None:
     """Completion tokens generated per second of `step_time` (rollout, forward, backward) in the steps later than
     `after`: evaluations and saves do not count. None without a rollout."""
-    found = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
-    return sum(tokens for tokens, _ in found) / sum(seconds for _, seconds in found) if found else None
+    sampled = [(tokens, seconds) for step, tokens, seconds in read_sampled(metrics) if step > after]
+    return sum(tokens for tokens, _ in sampled) / sum(seconds for _, seconds in sampled) if sampled else None
 
 
 @dataclass(frozen=True)
@@ -419,23 +420,28 @@ class StepTime:
 
 def split_time(metrics: Sequence[Row]) -> StepTime | None:
     """Where the time of steps goes whose rows have `time/*`, saves and evaluations included; None without any."""
-    numbers = ({name: one for name, one in row.items() if is_number(one)} for row in ({}, *in_order(metrics)))
+    numbers = ({name: value for name, value in row.items() if is_number(value)} for row in ({}, *in_order(metrics)))
     pairs = pairwise(defaultdict[str, float](float, row) for row in numbers)
-    found = [(row["step"] - before["step"], row["seconds"] - before["seconds"], row) for before, row in pairs]
-    found = [one for one in found if "time/reward_s" in one[-1]]
-    steps = sum(count for count, _, _ in found)
+    spans = [(row["step"] - old["step"], row["seconds"] - old["seconds"], row) for old, row in pairs]
+    spans = [span for span in spans if "time/reward_s" in span[-1]]
+    steps = sum(count for count, _, _ in spans)
     if not steps:
         return None
-    seconds = {name: sum(n * row[f"time/{part}_s"] for n, _, row in found) / steps for name, part in PARTS.items()}
-    seconds["the rest"] = max(0.0, sum(took for _, took, _ in found) / steps - sum(seconds.values()))
-    seconds = {name: one for name, one in seconds.items() if one or name != "evaluation"}
-    speed = {text: [row[name] for _, _, row in found if name in row] for name, text in SPEED.items()}
+    seconds = {name: sum(n * row[f"time/{part}_s"] for n, _, row in spans) / steps for name, part in PARTS.items()}
+    seconds["the rest"] = max(0.0, sum(took for _, took, _ in spans) / steps - sum(seconds.values()))
+    seconds = {name: mean for name, mean in seconds.items() if mean or name != "evaluation"}
+    speed = {text: [row[name] for _, _, row in spans if name in row] for name, text in SPEED.items()}
     return StepTime(seconds, ", ".join(text.format(fmean(values)) for text, values in speed.items() if values))
 
 
 def signal_shares(metrics: Sequence[Row]) -> list[Point]:
     """The share of groups with signal over the steps: with different scores, before any KL penalty."""
     return [Point(step, 1 - tied) for step, tied in logged(metrics, "frac_score_zero_std", "frac_reward_zero_std")]
+
+
+def points_of(rows: Sequence[Row], *metrics: str) -> list[Point]:
+    """Of the first of these metrics that was logged."""
+    return [Point(*point) for point in logged(rows, *metrics)]
 
 
 def in_order(metrics: Sequence[Row]) -> list[Row]:
@@ -460,16 +466,12 @@ def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     """The curves of a run, the most important first; of several rows of one step the last counts."""
     rows = in_order(metrics)
 
-    def take(*metrics: str) -> list[Point]:
-        return [Point(*found) for found in logged(rows, *metrics)]
-
     def chart(title: str, form: str, *metrics: str) -> Iterable[Chart]:
-        if points := take(*metrics):
+        if points := points_of(rows, *metrics):
             yield Chart(title, {"": points}, form, metrics={*metrics})
 
-    rewards = list(
-        dict.fromkeys(found[1] for row in rows[:50] for name in row if (found := REWARD_MEAN.fullmatch(name)))
-    )
+    matches = filter(None, (REWARD_MEAN.fullmatch(name) for row in rows[:50] for name in row))
+    rewards = list(dict.fromkeys(match[1] for match in matches))
     if len(rewards) == 1:
         yield from chart(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
     else:
@@ -479,17 +481,16 @@ def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     if signal := signal_shares(rows):
         tied = {"frac_score_zero_std", "frac_reward_zero_std"}
         yield Chart("Groups with signal", {"": signal}, "share", metrics=tied)
-    lengths = {"completion": take("completions/mean_length"), "thinking": take("thinking/mean_length")}
-    lengths = {name: points for name, points in lengths.items() if points}
-    if lengths:
+    names = {"completion": "completions/mean_length", "thinking": "thinking/mean_length"}
+    if lengths := {name: points for name, metric in names.items() if (points := points_of(rows, metric))}:
         title = "Tokens" if len(lengths) > 1 else f"{next(iter(lengths)).title()} tokens"
-        yield Chart(title, lengths, "count", metrics={"completions/mean_length", "thinking/mean_length"})
+        yield Chart(title, lengths, "count", metrics={*names.values()})
     yield from chart("Thinking closed", "share", "thinking/closed_ratio")
     yield from chart("Closed by the budget", "share", "thinking/forced_ratio")
     yield from chart("Truncated at the limit", "share", "completions/clipped_ratio")
     yield from chart("Tool calls per completion", "count", "tools/call_frequency")
     metric_of = {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"}
-    wrong = {name: take(metric) for name, metric in metric_of.items()}
+    wrong = {name: points_of(rows, metric) for name, metric in metric_of.items()}
     if any(wrong.values()):
         yield Chart("Tool calls gone wrong", wrong, "share", metrics={*metric_of.values()})
     yield from chart("Turns per completion", "count", "tools/turns")

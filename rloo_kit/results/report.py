@@ -1,7 +1,7 @@
 """`report.html` of a run: the outcome, its reasons, the completions. `templates/report.html.jinja` has the text."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from rloo_kit.results.evaluation import (
     Evaluation,
     merge_rows,
     name_of,
+    named_sides,
     says_nothing,
     shared_measures,
 )
-from rloo_kit.results.pages import Table, format_count, format_duration, make_page
+from rloo_kit.results.pages import Table, make_page
 from rloo_kit.results.plots import (
     budget_chart,
     choose_curves,
@@ -37,35 +38,11 @@ from rloo_kit.results.plots import (
     tokens_generated,
 )
 from rloo_kit.results.samples import sample_rollouts
-from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, record_verdict
+from rloo_kit.results.verdict import TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.versions import installed_versions
-
-FILES = {
-    "adapter": "the trained adapter; load it with model.adapter",
-    "best": "the adapter of the best evaluation during training",
-    "config.yaml": "the resolved configuration",
-    "versions.json": "versions and git revision",
-    "status.json": "how the run ended",
-    "metrics.jsonl": "one row of metrics per step",
-    "health.jsonl": "findings of the health rules: since which step, evidence, cause, fix",
-    "rollouts": "every completion with its ids, rewards and advantage, one file a step",
-    "inputs.json": "digests of the rows, the rewards' sources and the base's weights",
-    "prompts.json": "the training prompts selected by pass rate",
-    "evaluations.jsonl": "the evaluations during training",
-    "before.json": "the evaluation before training",
-    "after.json": "the evaluation after training",
-    "memory.json": "peak memory, planned and measured",
-    "checkpoints": "what --resume continues from",
-}
-KINDS = {"rloo": "RLOO", "sft": "Supervised"}
-ENDS = {
-    "interrupted": "The run was interrupted",
-    "no signal": "The run stopped: no learning signal",
-    EARLY: "The run stopped early, because there was no new best (eval.patience)",
-}
 
 
 def write_report(
@@ -76,7 +53,7 @@ def write_report(
     folder = Path(result.folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(folder)
-    sides = {name: one for name, one in (("before", before), ("after", after)) if one is not None}
+    sides = named_sides(before, after)
     for name, evaluation in sides.items():
         run_dir.write_json(f"{name}.json", evaluation.to_dict())
     status, recorded = (read_object(folder / name) for name in ("status.json", "versions.json"))
@@ -84,50 +61,31 @@ def write_report(
     evaluations = read_evaluations(folder, run_dir.id)
     during = parse_evaluations(evaluations)
     measure = evaluations[-1]["measure"] if during else next(iter(shared_measures(before, after)), "accuracy")
-    curves, constant = choose_curves(
-        result.metrics, result.findings, held_out_chart(before, after, during, measure, result.kept_step)
-    )
+    held_out = held_out_chart(before, after, during, measure, result.kept_step)
+    curves, constant = choose_curves(result.metrics, result.findings, held_out)
     budgets = budget_chart(before, after)
+    measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
     kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
     counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
-    findings, lasting = [], {one.name for one in result.lasting}
-    for one in result.findings:
-        steps = f"{one.since}" if one.name in lasting else f"{one.since} to {one.last}"
-        also = f"; consequences: {', '.join(one.explains).replace('_', ' ')}" if one.explains else ""
-        findings.append((one.title, one.level, steps, one.found + also, one.cause, one.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+    shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
         "report.html.jinja",
-        data={
-            "prompts": changes.prompts,
-            "rollouts": {"rows": rollouts.rows, "prompts": rollouts.prompts, "rewards": rollouts.rewards},
-        },
-        title=f"{run.name} - {KINDS[result.method]} run",
-        kind=KINDS[result.method],
-        name=run.name,
-        day=str(recorded.get("written") or "")[:10],
+        data={"prompts": changes.prompts, "rollouts": shown},
+        run=run,
+        result=result,
+        status=status,
+        recorded=recorded,
         verdict=verdict,
         tiles=_tiles(before, after),
-        settings=_settings(run, result, status, recorded),
-        result=result,
-        ends=ENDS,
-        commands={
-            "Made by": [command] if isinstance(command := status.get("command"), str) and command else [],
-            "Use it" if verdict.kind == "learnt" else "Look closer": verdict.commands,
-        },
+        tokens=tokens_generated(result.metrics),
         curves=curves,
         constant=constant,
         steps_logged=len(in_order(result.metrics)),
         time=split_time(result.metrics),
-        health=Table("Health findings", head, findings, ids=[f"finding-{one.name}" for one in result.findings]),
-        measures=Table(
-            "Evaluations before and after training",
-            ("measure [95 % interval]", *sides),
-            merge_rows(*sides.values()),
-            numbers=(1, 2),
-        ),
+        health=_health(result),
+        measures=Table("Evaluations before and after training", *measures, numbers=(1, 2)),
         comparison=compare(before, after) if before is not None and after is not None else None,
         last=after or before,
         budgets=None if budgets is None else draw_chart(budgets),
@@ -137,10 +95,8 @@ def write_report(
         during=_during(during, measure, evaluations[-1].get("best_step")) if during else None,
         measure=name_of(measure, *(one.evaluation for one in during)),
         rollouts=rollouts,
-        config=run.to_yaml(),
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,
-        files={name: what for name, what in FILES.items() if (folder / name).exists()},
     )
     record_verdict(folder, verdict)
     with saving(folder / "report.html"):
@@ -148,64 +104,46 @@ def write_report(
 
 
 def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str, Any]]:
-    """Each measure before and after as text, with its change and a bar, the deciding measure first."""
-    sides = [one for one in (before, after) if one is not None]
-    by_reward = any(one.leading == "reward" for one in sides)
-    repeats = all(one.judged_by == EXACT and one.value("accuracy") == one.value("reward") for one in sides)
-    names = [] if says_nothing(*sides) or repeats else ["accuracy", "greedy_accuracy"]
-    if by_reward or any(one.value("reward") != one.value("accuracy") for one in sides):
+    """Each measure before and after, with its change and a bar, the deciding measure first."""
+    sides = list(named_sides(before, after).values())
+    by_reward = any(side.leading == "reward" for side in sides)
+    repeats = [side.value("accuracy") == side.value("reward") for side in sides]
+    is_exact = all(repeats) and all(side.judged_by == EXACT for side in sides)
+    names = [] if says_nothing(*sides) or is_exact else ["accuracy", "greedy_accuracy"]
+    if by_reward or not all(repeats):
         names = ["reward", "greedy_reward", *names] if by_reward else [*names, "reward"]
-    names = [*(["win_rate"] if any(one.measure("win_rate") for one in sides) else []), *names]
+    names = [*(["win_rate"] if any(side.measure("win_rate") for side in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
     titles |= {THINKING: "Thinking tokens", "closed_share": "Thinking closed", "forced_share": "Closed by the budget"}
     names.append(THINKING)
     tiles = []
     for name, title in titles.items():
-        values = [
-            None if one is None else one.value(name) if name in names else getattr(one, name) for one in (before, after)
-        ]
+        values = [None if side is None else getattr(side, name, side.value(name)) for side in (before, after)]
         if values == [None, None]:
             continue
         is_share = name in (*SHARES, "closed_share", "forced_share")
-        old, new = (_number(value, is_share) for value in values)
-        tile: dict[str, Any] = {"title": title, "before": old, "after": new, "change": "", "bar": []}
+        factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
+        tile: dict[str, Any] = {"title": title, "sides": values, "is_share": is_share, "change": "", "bar": []}
         change = None if before is None or after is None or name not in names else change_of(name, before, after)
         if change is not None:
-            factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
-            value, *interval = (f"{factor * end:+.{digits}f}" for end in change.difference.ends if end is not None)
-            tile["change"] = f"{value}{unit}" + (f" [{', '.join(interval)}]" if len(interval) == 2 else "")
+            value, low, high = (f"{factor * end:+.{digits}f}" for end in change.difference.ends)
+            tile["change"] = f"{value}{unit} [{low}, {high}]"
         if name in SHARES:
-            found = [(kind, one.measure(name)) for kind, one in (("s0", before), ("s1", after)) if one is not None]
-            tile["bar"] = draw_bar([(kind, *one.ends) for kind, one in found if one is not None], 1)
+            measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
+            tile["bar"] = draw_bar({kind: share for kind, share in measured.items() if share is not None})
         tiles.append(tile)
     return tiles
 
 
-def _number(value: float | None, is_share: bool) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" if is_share else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def _settings(
-    run: RunConfig, result: TrainResult, status: Mapping[str, Any], recorded: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The facts a reader needs first: model, data, machine and the most important keys."""
-    is_rloo = result.method == "rloo"
-    tokens, energy = tokens_generated(result.metrics), status.get("energy_wh")
-    return {
-        "model": run.model.name,
-        "data": " + ".join(run.data.all_sources) if is_rloo else run.sft.source or run.data.source,
-        "rewards": ", ".join(entry.name for entry in run.rewards) or run.rloo.environment if is_rloo else None,
-        "hardware": recorded.get("machine"),
-        "steps": f"{result.steps:,}",
-        "K, completions per prompt": run.rloo.num_generations if is_rloo else None,
-        "learning rate": f"{(run.rloo if is_rloo else run.sft).learning_rate:g}",
-        "seed": run.run.seed,
-        "tokens generated": format_count(tokens) if tokens else None,
-        "training time": format_duration(result.seconds) if result.seconds else None,
-        "energy": f"{energy:,.1f} Wh" if isinstance(energy, int | float) else None,
-    }
+def _health(result: TrainResult) -> Table:
+    """Each finding with its steps."""
+    rows, lasting = [], {finding.name for finding in result.lasting}
+    for finding in result.findings:
+        steps = f"{finding.since}" if finding.name in lasting else f"{finding.since} to {finding.last}"
+        also = f"; consequences: {', '.join(finding.explains).replace('_', ' ')}" if finding.explains else ""
+        rows.append((finding.title, finding.level, steps, finding.found + also, finding.cause, finding.fix))
+    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+    return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 
 
 def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:

@@ -30,9 +30,8 @@ Segments = list[list[Any]]  # texts, each with whether the budget forced it
 def plain(prompt: Any) -> str:
     """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format."""
     if isinstance(prompt, list):
-        return show_text(
-            "\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt if isinstance(one, dict))
-        )
+        turns = (f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
+        return show_text("\n".join(turns))
     return show_text(plain_prompt(str(prompt)))
 
 
@@ -142,18 +141,17 @@ class PickedCompletions:
         shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
         parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
-        for one in self.completions:
-            parts += [Text(""), Text(plain(one["prompt"]), style="bold")]
-            for kind, text in one["steps"]:
+        for completion in self.completions:
+            parts += [Text(""), Text(plain(completion["prompt"]), style="bold")]
+            texts = [*completion["steps"], ("thinking", completion["thinking"]), ("text", completion["answer"])]
+            for kind, text in ((kind, text) for kind, text in texts if text):
                 text = text if kind in ("thinking", "text") else f"{kind} {text}"
                 parts.append(Text(picture_controls(text), style="dim" if kind == "thinking" else ""))
-            parts += [Text(picture_controls(one["thinking"]), style="dim")] if one["thinking"] else []
-            parts += [Text(picture_controls(one["answer"]))] if one["answer"] else []
-            notes = ["not scored" if one["reward"] is None else f"reward {one['reward']:.3g}"]
-            notes += [f"advantage {one['advantage']:+.2f}"] if one["advantage"] is not None else []
-            notes.append(f"{one['completion_tokens']} tokens")
-            notes += [CLOSED_BY_THE_BUDGET] * bool(one["forced"]) + ["truncated"] * one["truncated"]
-            gold = one["columns"].get("answer")
+            notes = ["not scored" if completion["reward"] is None else f"reward {completion['reward']:.3g}"]
+            notes += [f"advantage {completion['advantage']:+.2f}"] if completion["advantage"] is not None else []
+            notes.append(f"{completion['completion_tokens']} tokens")
+            notes += [CLOSED_BY_THE_BUDGET] * bool(completion["forced"]) + ["truncated"] * completion["truncated"]
+            gold = completion["columns"].get("answer")
             notes += [] if gold is None else [f"right answer {gold}"]
             parts.append(Text(", ".join(notes), style="italic"))
         return Group(*parts)
@@ -213,21 +211,23 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
 
 
 def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    count = len(rows)
-    scored = [row["reward"] for row in rows if row["reward"] is not None]
-    thinking = [row["thinking_tokens"] for row in rows if row["closed"]]
     groups: defaultdict[int, set[Any]] = defaultdict(set)
     for row in rows:
         groups[row["group"]].add(row["reward"])
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
     return {
-        "num_completions": count,
-        "closed_share": sum(row["closed"] and not row["forced"] for row in rows) / count,
-        "forced_share": sum(row["forced"] for row in rows) / count,
-        "truncated_share": sum(row["truncated"] for row in rows) / count,
-        "groups_with_signal_share": sum(len(rewards - {None}) > 1 for rewards in groups.values()) / len(groups),
-        "mean_tokens": sum(row["completion_tokens"] for row in rows) / count,
-        "mean_thinking_tokens": sum(thinking) / len(thinking) if thinking else None,
-        "mean_reward": sum(scored) / len(scored) if scored else None,
+        "num_completions": len(rows),
+        "closed_share": mean(row["closed"] and not row["forced"] for row in rows),
+        "forced_share": mean(row["forced"] for row in rows),
+        "truncated_share": mean(row["truncated"] for row in rows),
+        "groups_with_signal_share": mean(len(rewards - {None}) > 1 for rewards in groups.values()),
+        "mean_tokens": mean(row["completion_tokens"] for row in rows),
+        "mean_thinking_tokens": mean(row["thinking_tokens"] for row in rows if row["closed"]),
+        "mean_reward": mean(row["reward"] for row in rows),
     }
 
 
@@ -259,18 +259,16 @@ class RolloutSample:
 
     def describe(self) -> str:
         """The selection rule in one or two sentences."""
-        if len(self.rows) == self.total:
-            text = f"All {self.total:,} rollouts."
-        else:
+        text = f"All {self.total:,} rollouts."
+        if len(self.rows) < self.total:
             text = (
                 f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
                 f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
                 "the last truncated ones, the lowest and highest advantages, and the longest. All are in the "
                 "run's folder."
             )
-        return text + (
-            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
-        )
+        cut = f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
+        return text + cut
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
@@ -313,15 +311,11 @@ def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSa
 def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
     """Each step with its completions grouped by prompt, and whether it is the last."""
     number = itertools.count()
-    before: tuple[int, list[list[dict[str, Any]]]] | None = None
-    for step, batch in itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"]):
-        records = [_record(row, next(number)) for row in batch]
-        groups = [list(group) for _, group in itertools.groupby(records, key=lambda one: one["group"])]
-        if before is not None:
-            yield *before, False
-        before = step, groups
-    if before is not None:
-        yield *before, True
+    batches = itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"])
+    steps = ((step, [_record(row, next(number)) for row in batch]) for step, batch in batches)
+    for (step, records), (_, following) in itertools.pairwise(itertools.chain(steps, [(0, [])])):
+        groups = itertools.groupby(records, key=lambda record: record["group"])
+        yield step, [list(group) for _, group in groups], not following
 
 
 def _record(row: dict[str, Any], number: int) -> dict[str, Any]:

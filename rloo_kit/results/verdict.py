@@ -18,12 +18,14 @@ from rloo_kit.results.evaluation import (
     MEASURES,
     THINKING,
     Evaluation,
+    named_sides,
     rewards_differ,
     setting_differences,
     shared_measures,
 )
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
@@ -77,7 +79,7 @@ class TrainResult:
 
 def load_result(run: RunConfig) -> TrainResult:
     """The result of a run from its folder, finished or not. Raises RunNotFoundError if there is no run."""
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     status = run_dir.status()
     if not status:
         raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
@@ -102,7 +104,7 @@ def load_result(run: RunConfig) -> TrainResult:
 def is_over(run: RunConfig) -> bool:
     """Whether a run is complete: it finished with this configuration (except `run.*` and `health.*`), and its weights
     and the evaluations and report it asks for exist."""
-    run_dir = RunDir(Path(run.folder))
+    run_dir = RunReader(Path(run.folder))
     if run_dir.status().get("state") != "finished":
         return False
     try:
@@ -222,26 +224,26 @@ class _Facts:
     def __init__(
         self, run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None
     ) -> None:
-        self.run, self.result, self.sides = run, result, None
+        self.run, self.result, self.before, self.after, self.sides = run, result, before, after, None
         if before is not None and after is not None and not setting_differences(before, after):
             is_edited = rewards_differ(before, after) and "reward" in (before.leading, after.leading)
             self.sides = None if is_edited else (before, after)
         self.change = change = self.change_of(*shared_measures(before, after))
-        self.solved = _was_solved(run, result, before, after, change)
-        lasting = {one.name: one for one in result.lasting}
-        alarming = [one for one in result.lasting if one.level == "alarming"]
-        blind = next((one for name in NO_SIGNAL for one in alarming if one.name == name), None)
-        alarm = next((one for one in alarming if one.name not in BY_SUCCESS), None)
+        self.solved = self._describe_solved()
+        lasting = {finding.name: finding for finding in result.lasting}
+        alarming = [finding for finding in result.lasting if finding.level == "alarming"]
+        blind = next((finding for name in NO_SIGNAL for finding in alarming if finding.name == name), None)
+        alarm = next((finding for finding in alarming if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
         self.findings |= {"first": first, "worst": broken or first}
         text, paid, risen = _lower(str(change or "")), self.change_of("reward"), self._describe_risen()
-        self.texts = {name: "" if one is None else one.found for name, one in self.findings.items()} | {
+        self.texts = {name: finding.found if finding else "" for name, finding in self.findings.items()} | {
             "lead": f"{risen}, but " if risen else "",
             "change": text,
             "also": f"; {text}" if text else "",
             "yet": f", but {alarm.found}" if alarm is not None else "",
-            "shorter": _describe_shorter(run, before, after, change),
+            "shorter": self._describe_shorter(),
             "why": _lower(_why_not_compared(before, after)),
             "steps": f"{result.steps:,}",
             "ended": f"the run ended early, at step {result.steps} ({result.stopped})",
@@ -292,6 +294,49 @@ class _Facts:
             return ""
         return f"the reward in training rose from {old:.2f} to {new:.2f} (means of the first and the last {count} rows)"
 
+    def _describe_shorter(self) -> str:
+        """By how much the thinking fell without a loss, in a run that asks for that; else empty.
+
+        The change has to be flat, of a measure in [0, 1], and the low end of its interval within the margin."""
+        change, thinking = self.change, self.change_of(THINKING)
+        if change is None or change.rose or thinking is None or not thinking.fell or not self.wants_shorter:
+            return ""
+        value, low, _ = change.difference.ends
+        ends = [*change.before.ends, *change.after.ends]
+        margin = min(max(MARGIN, value - low), WIDEST_MARGIN)
+        if change.fell or low < -margin or any(not 0 <= end <= 1 for end in ends):
+            return ""
+        old, new = thinking.before.value, thinking.after.value
+        fell = "{:,.0f} to {:,.0f}".format(*thinking.difference.ends[1:])
+        points = math.ceil(100 * margin - 1e-9)
+        loss = f"{points / 100:.2f}" if change.is_reward else f"{points} points"
+        text = f"As {'good' if change.is_reward else 'right'} with {100 * new / old:.0f} % of the thinking, {new:,.0f}"
+        text += f" for {old:,.0f} tokens (95 % CI of the change {fell}): {_lower(str(change))}"
+        return f"{text}; a loss of {loss} is ruled out"
+
+    def _describe_solved(self) -> str:
+        """By how much the task was solved before training, so that equal rewards are no fault; empty if it was not.
+
+        The answers were right, or, if the reward leads, each reward with a weight was at its ceiling (`at_ceiling`)."""
+        change, before, metrics, weights = self.change, self.before, self.result.metrics, self.run.reward_weights
+        if change is not None and not change.is_reward:
+            return f" ({100 * change.before.value:.0f} %)" if change.before.value >= CEILING else ""
+        if before is not None and before.leading == "reward":
+            sides = [
+                {name: [mean for mean in reward.per_prompt or () if mean is not None] for name, reward in rewards}
+                for rewards in (side.rewards.items() for side in named_sides(before, self.after).values())
+            ]
+            return f" (reward {before.value('reward'):.2f})" if at_ceiling(weights, *sides) else ""
+        names = list(dict.fromkeys(name for row in metrics for name in row if REWARD_MEAN.fullmatch(name)))
+        means = {name.split("/")[1]: [row[name] for row in metrics if is_number(row.get(name))] for name in names}
+        answers = {name: values for name, values in means.items() if name in ANSWERS}
+        return " (on the training prompts)" if at_ceiling({} if answers else weights, answers or means) else ""
+
+    @property
+    def wants_shorter(self) -> bool:
+        """Whether the run asks for less thinking."""
+        return self.before is not None and Context.of(self.run).wants_shorter(self.before.forced_share)
+
     @property
     def is_cut_off(self) -> bool:
         """Whether nearly all held-out completions reach the limit, in a run too short for the health rule, too."""
@@ -324,33 +369,6 @@ class _Facts:
             yield f"; the run continued {accepted}"
 
 
-def _describe_shorter(
-    run: RunConfig, before: Evaluation | None, after: Evaluation | None, change: Change | None
-) -> str:
-    """By how much the thinking fell without a loss, in a run that asks for that; else empty.
-
-    `change` has to be flat, of a measure in [0, 1], and the low end of its interval within the margin."""
-    if before is None or after is None or change is None or change.rose:
-        return ""
-    if not Context.of(run).wants_shorter(before.forced_share):
-        return ""
-    thinking, (value, low, _) = change_of(THINKING, before, after), change.difference.ends
-    ends = [*change.before.ends, *change.after.ends]
-    if thinking is None or not thinking.fell:
-        return ""
-    margin = min(max(MARGIN, value - low), WIDEST_MARGIN)
-    if change.fell or low < -margin or any(not 0 <= end <= 1 for end in ends):
-        return ""
-    old, new = thinking.before.value, thinking.after.value
-    fell = "{:,.0f} to {:,.0f}".format(*thinking.difference.ends[1:])
-    points = math.ceil(100 * margin - 1e-9)
-    loss = f"{points / 100:.2f}" if change.is_reward else f"{points} points"
-    return (
-        f"As {'good' if change.is_reward else 'right'} with {100 * new / old:.0f} % of the thinking, {new:,.0f} for "
-        f"{old:,.0f} tokens (95 % CI of the change {fell}): {_lower(str(change))}; a loss of {loss} is ruled out"
-    )
-
-
 def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     """The caveat for two evaluations that are comparable but were not made alike; empty without one."""
     words, found = [], change_of(name, before, after)
@@ -362,24 +380,6 @@ def measured_words(before: Evaluation, after: Evaluation, name: str) -> str:
     if rewards_differ(before, after):
         words.append("without the rewards, which were edited in between")
     return f"measured {' and '.join(words)}" if words else ""
-
-
-def _was_solved(
-    run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None, change: Change | None
-) -> str:
-    """By how much the task was solved before training, so that equal rewards are no fault; empty if it was not.
-
-    The answers were right, or, if the reward leads, each reward with a weight was at its ceiling (`at_ceiling`)."""
-    if change is not None and not change.is_reward:
-        return f" ({100 * change.before.value:.0f} %)" if change.before.value >= CEILING else ""
-    if before is not None and before.leading == "reward":
-        entries = [one.rewards.items() for one in (before, after) if one is not None]
-        sides = [{name: [v for v in one.per_prompt or () if v is not None] for name, one in found} for found in entries]
-        return f" (reward {before.value('reward'):.2f})" if at_ceiling(run.reward_weights, *sides) else ""
-    names = list(dict.fromkeys(name for row in result.metrics for name in row if REWARD_MEAN.fullmatch(name)))
-    means = {name.split("/")[1]: [row[name] for row in result.metrics if is_number(row.get(name))] for name in names}
-    answers = {name: values for name, values in means.items() if name in ANSWERS}
-    return " (on the training prompts)" if at_ceiling({} if answers else run.reward_weights, answers or means) else ""
 
 
 def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> str:
@@ -424,7 +424,7 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
         limit = run.rloo.max_completion_length
         return f"raise rloo.max_completion_length (currently {limit}), and model.max_seq_length with it"
     thinking, measured = facts.change_of(THINKING), facts.sides[1].num_prompts
-    if thinking is not None and thinking.fell and Context.of(run).wants_shorter(facts.sides[0].forced_share):
+    if thinking is not None and thinking.fell and facts.wants_shorter:
         return f"evaluate on more prompts ({_find_more(run, measured, None)}): if it is as right is still open"
     value, low, _ = change.difference.ends
     if value > 0 and value - low > CLOSE:

@@ -4,7 +4,7 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,17 @@ from rich.text import Text
 
 from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.series import logged
 from rloo_kit.results.changes import Change, HeldOut, change_of, parse_evaluations, read_evaluations
-from rloo_kit.results.evaluation import Evaluation, name_of, setting_differences, shared_measures
+from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, setting_differences, shared_measures
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import TONES, Cell, format_duration, make_page
 from rloo_kit.results.pages import Table as PageTable
-from rloo_kit.results.plots import COLORS, Chart, Drawing, Point, draw_chart, measured_points, signal_shares
+from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_points, points_of, signal_shares
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
 from rloo_kit.runs.files import read_object, write_text
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import INPUTS, RunDir
+from rloo_kit.runs.folder import INPUTS
+from rloo_kit.runs.reader import read_run_id
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
 
@@ -46,7 +46,11 @@ class Contestant:
     verdict: Verdict
     lead: Change | None = None
     word: str = ""
-    changed: dict[str, tuple[Any, Any]] | None = None
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def measured(self, measure: str) -> list[Measured | None]:
+        """Before and after training."""
+        return [None if side is None else side.measure(measure) for side in (self.before, self.after)]
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,24 @@ class RunComparison:
     @property
     def sentence(self) -> str:
         """Which run is ahead and by how much, with the interval, or that none is."""
-        first, tied = self.runs[0], []
-        ahead, unknown = [], []
-        for one in self.runs[1:]:
-            if one.lead is None:
-                unknown.append(f"{one.name} cannot be compared with {first.name}: {one.word}")
-            elif one.lead.rose or one.lead.fell:
-                better, worse = (one, first) if one.lead.rose else (first, one)
-                words = f", {one.word}" if one.word else ""
-                ahead.append(f"{better.name} is ahead of {worse.name}: {one.lead.describe_lead()}{words}")
+        first, ahead, tied, unknown = self.runs[0], [], [], []
+        for run in self.runs[1:]:
+            if run.lead is None:
+                unknown.append(f"{run.name} cannot be compared with {first.name}: {run.word}")
+            elif run.lead.rose or run.lead.fell:
+                better, worse = (run, first) if run.lead.rose else (first, run)
+                lead = ", ".join(filter(None, [run.lead.describe_lead(), run.word]))
+                ahead.append(f"{better.name} is ahead of {worse.name}: {lead}")
             else:
-                tied.append(one)
-        same = []
+                tied.append(run)
+        same = ""
         if tied:
-            *names, last = [one.name for one in tied]
-            together = f"{', '.join(names)} and {last}" if names else last
-            how = ", ".join(dict.fromkeys(one.word for one in tied if one.word))
-            same.append(f"{together} and {first.name} do not differ significantly on their held-out prompts")
-            same[0] += f" ({how})" if how else ""
+            names = ", ".join(run.name for run in tied[:-1])
+            words = ", ".join(dict.fromkeys(run.word for run in tied if run.word))
+            same = f"{f'{names} and ' if names else ''}{tied[-1].name} and {first.name} do not differ significantly on"
+            same += f" their held-out prompts{f' ({words})' if words else ''}"
         luck = "; among several runs the best is partly luck" if len(ahead) > 1 else ""
-        return f"{'; '.join([*ahead, *same, *unknown])}{luck}."
+        return f"{'; '.join([*ahead, *filter(None, [same]), *unknown])}{luck}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -85,12 +87,11 @@ class RunComparison:
         for one in self.runs:
             found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
             found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
-            for when, side in (("before", one.before), ("after", one.after)):
-                if side is not None:
-                    found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
-                    found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            for when, side in named_sides(one.before, one.after).items():
+                found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
+                found[when]["thinking_tokens"] = side.mean_thinking_tokens
             lead = None if one.lead is None else one.lead.to_dict()
-            changed = {key: list(pair) for key, pair in (one.changed or {}).items()}
+            changed = {key: list(pair) for key, pair in one.changed.items()}
             runs.append(found | {"lead": lead, "word": one.word, "changed": changed})
         return {"sentence": self.sentence, "runs": runs}
 
@@ -100,15 +101,14 @@ class RunComparison:
         for title in column_titles(self.runs):
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
         for one in self.runs:
-            sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
-            values = ["-" if side is None else str(side) for side in sides]
+            values = [str(value or "-") for value in one.measured(measure)]
             values.append("-" if one.lead is None else f"{one.lead.difference:+.3f}")
             values = [value.replace(" [", "\n[") for value in values]
             kind = one.verdict.kind if one.verdict.change or one.after else "-"
             table.add_row(one.name, kind, *values, str(one.result.steps), format_seconds(one.result.seconds))
         lines = []
         for one in self.runs:
-            keys = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in (one.changed or {}).items())
+            keys = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in one.changed.items())
             lines += [Text(fill_text(f"  {one.name}: {keys}"))] if keys else []
         return Group(Text(fill_text(self.sentence)), Text(""), table, *lines)
 
@@ -222,8 +222,8 @@ def page_values(found: RunComparison, place: Path) -> dict[str, Any]:
     """What a page in the folder `place` shows of the runs: `summary`, `tables` and `curves` of `comparison.html.jinja`,
     with links to the reports that exist."""
     rows = []
-    for key in sorted({key for one in found.runs for key in one.changed or {}}):
-        pairs = [(one.changed or {}).get(key) for one in found.runs]
+    for key in sorted({key for one in found.runs for key in one.changed}):
+        pairs = [one.changed.get(key) for one in found.runs]
         first = next(pair[0] for pair in pairs if pair is not None)
         rows.append((key, *(first if pair is None else pair[1] for pair in pairs)))
     changed = PageTable("Keys that differ", ("key", *(one.name for one in found.runs)), rows)
@@ -239,13 +239,12 @@ def _every_run(runs: Sequence[Contestant], place: Path) -> PageTable:
     for number, one in enumerate(runs):
         report = Path(one.result.folder).resolve() / "report.html"
         link = Path(os.path.relpath(report, place)).as_posix() if report.is_file() else ""
-        sides = [None if side is None else side.measure(measure) for side in (one.before, one.after)]
         lead = Cell("-") if one.lead is None else _value(one.lead.difference, "+")
         lead.under = "\n".join(filter(None, (lead.under, one.word)))
         rows.append((
             Cell(one.name, link=link, key=f"c{number % COLORS}"),
             Cell(one.verdict.kind, tone=TONES.get(one.verdict.kind, "")),
-            *("-" if value is None else _value(value) for value in sides),
+            *("-" if value is None else _value(value) for value in one.measured(measure)),
             lead, one.result.steps, format_duration(one.result.seconds),
         ))  # fmt: skip
     return PageTable("Every run", column_titles(runs), rows)
@@ -262,7 +261,7 @@ def _curves(runs: Sequence[Contestant]) -> list[Drawing]:
     held_out = {}  # before, during and after training
     for one in runs:
         folder = Path(one.result.folder)
-        sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, RunDir(folder).id))}
+        sides = {found.step: found for found in parse_evaluations(read_evaluations(folder, read_run_id(folder)))}
         ends = {0: one.before, one.result.kept_step: one.after}
         sides |= {step: HeldOut(step, side) for step, side in ends.items() if side is not None}
         held_out[one.name] = measured_points([sides[step] for step in sorted(sides)], measure)
@@ -270,8 +269,7 @@ def _curves(runs: Sequence[Contestant]) -> list[Drawing]:
         Chart(f"Held-out {name_of(measure, *(one.after for one in runs))}", held_out, form, dots=True, alike=True)
     ]
     for title, form, metric in PANELS:
-        points = {one.name: [Point(*found) for found in logged(one.result.metrics, metric)] for one in runs}
-        if not metric:
-            points = {one.name: signal_shares(one.result.metrics) for one in runs}
+        logs = {one.name: one.result.metrics for one in runs}
+        points = {name: points_of(rows, metric) if metric else signal_shares(rows) for name, rows in logs.items()}
         charts.append(Chart(title, points, form, alike=True))
     return [draw_chart(chart) for chart in charts if len(set(chart.values)) > 1]

@@ -7,6 +7,7 @@ process imports this module, so no torch here.
 import asyncio
 import functools
 import inspect
+import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -188,6 +189,13 @@ class Scored:
     def failed(self) -> list[bool]:
         """Whether the reward failed, per sample."""
         return [problem is not None for problem in self.problems]
+
+    @property
+    def marked(self) -> list[float | None]:
+        """The values, NaN where the reward failed."""
+        return [
+            value if problem is None else math.nan for value, problem in zip(self.values, self.problems, strict=True)
+        ]
 
 
 class GuardedReward:

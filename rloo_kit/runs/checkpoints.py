@@ -46,9 +46,9 @@ class Checkpoint:
         for name, (size, digest) in self.files.items():
             path = self.folder / name
             try:
-                found = path.stat().st_size
-                if found != size:
-                    return f"{name} has {found} bytes, {size} were written"
+                now = path.stat().st_size
+                if now != size:
+                    return f"{name} has {now} bytes, {size} were written"
                 if _digest(path) != digest:
                     return f"{name} is not what was written (its hash differs)"
             except FileNotFoundError:
@@ -70,8 +70,7 @@ def seal(folder: Path, step: int, run: str = "", config: str = "", processes: in
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Rename `folder`, which is complete, to `target`. An older `target`, and the parent of `folder`, are deleted once
-    the new one is in place."""
+    """Rename `folder`, which is complete, to `target`; an older `target`, and its own parent, are deleted then."""
     replaced = folder.with_name(f"replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -88,9 +87,9 @@ def publish(folder: Path, target: Path) -> None:
 
 def list_checkpoints(folder: Path, run: str | None = None) -> list[Checkpoint]:
     """The sealed checkpoints in `folder`, newest first; if `run` is given, only those of the run with that id."""
-    found = [read_checkpoint(path) for path in folder.glob(f"{STEM}*")] if os.path.isdir(folder) else []
-    mine = [one for one in found if one is not None and run in (None, one.run)]
-    return sorted(mine, key=lambda one: -one.step)
+    sealed = [read_checkpoint(path) for path in folder.glob(f"{STEM}*")] if os.path.isdir(folder) else []
+    mine = [checkpoint for checkpoint in sealed if checkpoint is not None and run in (None, checkpoint.run)]
+    return sorted(mine, key=lambda checkpoint: -checkpoint.step)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
@@ -103,12 +102,11 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def prune(folder: Path, keep: int | None, run: str, needed: Container[int | None]) -> None:
-    """Delete all but the newest `keep` checkpoints of a run, and nothing else; the steps in `needed` stay. With `keep`
-    None or 0 all stay. Without a run, the newest is the last one written, because step numbers start over.
-    """
+    """Delete all but the newest `keep` checkpoints of a run (None, 0: none), except the steps in `needed`. Without a
+    run, the newest is the last one written, because step numbers start over."""
     mine = list_checkpoints(folder, run)
     if not run:
-        mine.sort(key=lambda one: -(one.folder / MANIFEST).stat().st_mtime_ns)
+        mine.sort(key=lambda checkpoint: -(checkpoint.folder / MANIFEST).stat().st_mtime_ns)
     for old in mine[keep:] if keep and keep > 0 else []:
         if old.step not in needed:
             shutil.rmtree(old.folder, ignore_errors=True)
@@ -122,16 +120,15 @@ def set_aside(folder: Path) -> Path:
 
 
 def find_whole(folder: Path, run: str) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest intact checkpoint of a run, and the damage of each folder that is newer, or that has a checkpoint's
-    name but does not belong to this run."""
+    """The newest intact checkpoint of a run, and the damage of newer folders and of those that are not its own."""
     mine = list_checkpoints(folder, run)
-    named = {path for path in folder.glob(f"{STEM}*") if path.is_dir()} - {one.folder for one in mine}
+    named = {path for path in folder.glob(f"{STEM}*") if path.is_dir()} - {checkpoint.folder for checkpoint in mine}
     damaged = dict.fromkeys(sorted(named), f"it has no {MANIFEST} of this run")
-    for one in mine:
-        damage = one.find_damage()
+    for checkpoint in mine:
+        damage = checkpoint.find_damage()
         if not damage:
-            return one, damaged
-        damaged[one.folder] = damage
+            return checkpoint, damaged
+        damaged[checkpoint.folder] = damage
     return None, damaged
 
 

@@ -58,14 +58,8 @@ def saved_paths() -> list[Path]:
 
 def wait_for_saves(timeout_s: float | None = None) -> bool:
     """Wait until no save is running, for at most `timeout_s` seconds (None: no limit). Returns whether none is."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with _changed:
-        while _running:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            _changed.wait(left)
-        return True
+        return _changed.wait_for(lambda: not _running, timeout_s)
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -138,8 +132,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Lock the folder until the returned file is closed or the process ends, however it ends; raises BlockingIOError if
-    it is locked."""
+    """Lock the folder until the returned file is closed or the process ends; BlockingIOError if it is locked."""
     lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held until closed)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,7 +11,7 @@ from rloo_kit.config.section import apply_override, explain_errors
 from rloo_kit.config.yaml_files import dump_yaml
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.runs.files import read_object
-from rloo_kit.runs.folder import RunDir
+from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
@@ -23,8 +23,9 @@ def find_run(source: str | Path, *overrides: str) -> RunConfig:
     Raises RunNotFoundError if the folder is not a run's, ConfigError as `load_config`."""
     source = from_here(source)
     run = load_config(config_file(source), *overrides)
-    if source.is_dir():
-        place_run(run, source)
+    if source.is_dir():  # the recorded place is out of date if the folder was moved
+        folder = with_name(source)
+        run.run.output_dir, run.run.name = str(folder.parent), folder.name
     return run
 
 
@@ -44,12 +45,6 @@ def with_name(folder: Path) -> Path:
     return folder.resolve() if folder.name in ("", "..") else folder
 
 
-def place_run(run: RunConfig, folder: Path) -> None:
-    """Set `folder` as the run's own, as given; the recorded one is out of date if the folder was moved."""
-    folder = with_name(folder)
-    run.run.output_dir, run.run.name = str(folder.parent), folder.name
-
-
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
     """The key of `model:` that loads the weights trained in the folder of an adapter, a model or a run, and its value:
     "adapter", or "name" for a whole model. `named`: the flag or key that gave the folder, for errors: RunNotFoundError
@@ -65,9 +60,8 @@ def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
 
 
 def find_stale(folder: Path) -> str:
-    """Why `adapter/` in a run's folder is older than the run, which continued and was killed, with what to do; "" if it
-    is not."""
-    run_dir = RunDir(folder)
+    """Why `adapter/` is older than its run, which continued and was killed, with what to do; "" if it is not."""
+    run_dir = RunReader(folder)
     status, last = run_dir.status(), run_dir.last_checkpoint()
     saved = read_object(folder / "adapter" / TRAINED)
     done = saved.get("steps_done", 0) if saved.get("run") == run_dir.id else 0
@@ -124,8 +118,8 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
                 "with ollama create NAME -f Modelfile and ollama run NAME; rloo-kit ask takes the run's folder"
             )
         return find_run(source, *overrides)
-    above = (one / "config.yaml" for one in (folder.parent, folder.parent.parent))
-    around = next((file for file in above if file.is_file()), None)
+    above = (parent / "config.yaml" for parent in folder.parents[:2])
+    around = next(filter(Path.is_file, above), None)
     if (folder / RUN_FILE).is_file():
         inside = folder / Path(str(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))).name
         if around is not None:

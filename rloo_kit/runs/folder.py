@@ -1,4 +1,4 @@
-"""A run's folder `outputs/<name>/`: its files, its lock, and how an interrupted run resumes.
+"""Opens a run's folder `outputs/<name>/` for writing: its files, its lock, its status, and how it ended.
 
 `status.json` alone decides whether a run is done. Only the main process holds the lock and writes.
 """
@@ -15,10 +15,9 @@ from typing import IO, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from rloo_kit.config.run import RunConfig, refuse_changes
+from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RlooKitError, RunExistsError, RunNotFoundError, SetupError, shorten
-from rloo_kit.health.series import is_number
-from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, find_whole, list_checkpoints, set_aside
+from rloo_kit.runs.checkpoints import UNFINISHED, Checkpoint, list_checkpoints
 from rloo_kit.runs.files import (
     append_rows,
     git_revision,
@@ -27,7 +26,6 @@ from rloo_kit.runs.files import (
     lock_folder,
     now,
     read_object,
-    read_rows,
     row_step,
     to_json,
     to_lines,
@@ -35,6 +33,8 @@ from rloo_kit.runs.files import (
     write_json,
     write_text,
 )
+from rloo_kit.runs.reader import ID_LINE, RunReader, id_in_config, read_run_id
+from rloo_kit.runs.resume import find_place
 from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import hide_secrets
@@ -47,7 +47,6 @@ from rloo_kit.system.processes import (
     is_distributed,
     is_main_process,
     process_index,
-    say,
 )
 from rloo_kit.system.versions import installed_versions
 
@@ -57,13 +56,9 @@ FILES = (
 )  # fmt: skip
 INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
 BASE = "weights of the base"  # a key of it
-ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 SECONDS_FOR_MAIN = 3.0  # another process waits this long with an error, because the main one may raise the same
-STATES = ("running", "finished", "interrupted", "failed")
 
-_COUNTS = ("step", "max_steps", "saved", "pid", "adapter_step")  # fields of status.json that are integers
 _COMMANDS = ("command", "resume")  # may have overrides with passwords in addresses, which are hidden
-_ID = re.compile(rb"[0-9a-f]{12}")
 _OF_A_FAILURE = ("error", "resume", "stopped_by")
 _OF_ITS_END = (*_OF_A_FAILURE, "stopped_early", "adapter_step", "seconds", "verdict")  # invalid once a run continues
 _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # left by a process that was killed before it wrote anything
@@ -71,12 +66,11 @@ _OWN_TRACES = re.compile(r"\.lock|\..*\.tmp")  # left by a process that was kill
 _open: "WeakKeyDictionary[RunDir, threading.Thread]" = WeakKeyDictionary()  # with the thread that opened each
 
 
-class RunDir:
-    """The open folder of one run. As a context manager it releases the folder at the end and records how the run ended;
-    SIGTERM and SIGHUP end it like Ctrl-C.
+class RunDir(RunReader):
+    """The folder of one run, open for writing. As a context manager it releases the folder at the end and records how
+    the run ended; SIGTERM and SIGHUP end it like Ctrl-C.
 
     Attributes:
-        id: the run's id, which its files carry; "" before there is one.
         writes: whether this process writes; only the main one does.
         resumed: whether this run continues an earlier part of itself.
         resumes_from: the checkpoint to continue from; None for the start.
@@ -86,8 +80,7 @@ class RunDir:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.id = read_run_id(folder)
+        super().__init__(folder)
         self.writes = is_main_process()
         self.resumed = False
         self.resumes_from: Checkpoint | None = None
@@ -95,7 +88,7 @@ class RunDir:
         self.inputs = ""
         self.accepts_changes = False
         self._ended: dict[str, Any] = {}  # the status before a resume, until the run trains further
-        self._config = self._written = ""
+        self._config = ""
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
@@ -150,7 +143,7 @@ class RunDir:
     def _open(self, run: RunConfig, resume: bool, overwrite: bool) -> None:
         self._check(resume, overwrite)
         self._config = run.to_yaml()
-        self._written = run.with_absolute_files().to_yaml()  # a checkpoint holds the other: a project may be moved
+        written = run.with_absolute_files().to_yaml()  # a checkpoint holds the other: a project may be moved
         if not resume:
             self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -165,13 +158,15 @@ class RunDir:
         self._refuse_odd_files()
         self.resumed = resume
         if resume:
-            self._find_place()
+            known = read_object(self.folder / INPUTS)
+            by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
+            self.resumes_from = find_place(self, self._config, written, by_content)
         else:
             self._delete_run()
             self.id = uuid4().hex[:12]
-        write_text(self.folder / "config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{self._written}")
+        write_text(self.folder / "config.yaml", f"{ID_LINE.decode()}{self.id}: what it trains with\n{written}")
         self.write_json("versions.json", describe_versions())
-        self._ended = self._read_status() if resume else {}
+        self._ended = self.read_status() if resume else {}
         self.set_status("running", step=self.resumes_from.step if self.resumes_from else 0)
         _open[self] = threading.current_thread()
 
@@ -218,10 +213,9 @@ class RunDir:
                 raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _delete_run(self) -> None:
-        """Delete the old run's files. Its configuration, with the id, stays until the new one replaces it, so that an
-        interrupted deletion can be repeated."""
+        """Delete the old run's files. Its configuration, with the id, is replaced last: a deletion can be repeated."""
         checkpoints = self.folder / "checkpoints"
-        mine = [one.folder for one in list_checkpoints(checkpoints, self.id)] if self.id else []
+        mine = [checkpoint.folder for checkpoint in list_checkpoints(checkpoints, self.id)] if self.id else []
         made = ("adapter", "best", "export", UNFINISHED)
         for path in (*mine, checkpoints / UNFINISHED, *(self.folder / name for name in made)):
             if path.is_dir():
@@ -249,88 +243,23 @@ class RunDir:
 
     def _is_lost(self) -> bool:
         """Whether this process has opened the folder, and it is not there any more."""
-        return self.writes and bool(self._config) and _id_in(self.folder) != self.id
+        return self.writes and bool(self._config) and id_in_config(self.folder) != self.id
 
     # ------------------------------------------------------------------------------------------------ status
 
-    def status(self) -> dict[str, Any]:
-        """`status.json`; empty without a run. If the file is lost or damaged, the state is "interrupted" at the step of
-        the newest checkpoint."""
-        found = self._read_status()
-        if found or not self.id:
-            return found
-        last = self.last_checkpoint()
-        return {"run": self.id, "state": "interrupted", "step": last.step if last else 0}
-
-    def _read_status(self) -> dict[str, Any]:
-        found = read_object(self.folder / "status.json")
-        if found.get("state") not in STATES:
-            return {}
-        return {name: value for name, value in found.items() if name not in _COUNTS or is_count(value)}
-
     def set_status(self, state: str, **fields: Any) -> None:
-        """Write `status.json`: the state (one of STATES), the process, the time, and `fields`, which update old ones.
-        docs/runs.md lists the fields."""
+        """Write `status.json`: the state (one of STATES), and `fields`, which update old ones (see docs/runs.md)."""
         if self.writes:
             self._set_status(state, **fields)
 
     def _set_status(self, state: str, **fields: Any) -> None:
         self.check_there()
-        kept = self._read_status()
+        kept = self.read_status()
         over = {"running": _OF_ITS_END, "finished": _OF_A_FAILURE}.get(state, ())
         kept = {key: value for key, value in kept.items() if key not in over}
         fields |= {key: hide_secrets(fields[key]) for key in _COMMANDS if isinstance(fields.get(key), str)}
         status = kept | {"run": self.id, "state": state, "pid": os.getpid(), "updated": now()} | fields
         write_json(self.folder / "status.json", status)
-
-    def last_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of this run; its files are checked on a resume."""
-        return next(iter(list_checkpoints(self.folder / "checkpoints", self.id)), None) if self.id else None
-
-    # ------------------------------------------------------------------------------------------------ resume
-
-    def _find_place(self) -> None:
-        """Choose the checkpoint to continue from, refuse a configuration that differs, and set damaged ones aside."""
-        folder = self.folder / "checkpoints"
-        self.resumes_from, damaged = find_whole(folder, self.id)
-        step = self.resumes_from.step if self.resumes_from else 0
-        if self.resumes_from is None and damaged:
-            reasons = "".join(f"\n  {path.name}: {damage}" for path, damage in damaged.items())
-            raise RunNotFoundError(
-                f"none of the checkpoints in {folder} is intact:{reasons}\nrestore one from a copy, or start over with "
-                "--overwrite or run.name=..."
-            )
-        status = self._read_status()
-        trained = status.get("step") or self.read_metrics()
-        has_saved = status.get("saved") or (trained and (self.folder / "adapter").exists())
-        if self.resumes_from is None and has_saved:
-            raise RunNotFoundError(
-                f"the run in {self.folder} has saved checkpoints, but there is no checkpoint in {folder}: restore them "
-                "(is a disk not mounted?), or start over with --overwrite or run.name=..."
-            )
-        self._refuse_changes()
-        for path, damage in damaged.items():
-            number = path.name.rpartition("-")[2]
-            if number.isdecimal() and int(number) > step:  # else the run does not reach that step again
-                say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
-
-    def _refuse_changes(self) -> None:
-        """Refuse a configuration or a number of processes that differs from the checkpoint's."""
-        saved, now, known = self.resumes_from, count_processes(), read_object(self.folder / INPUTS)
-        by_content = (["data", "rewards"] if known else []) + (["model"] if BASE in known else [])
-        if saved is None:  # nothing is trained yet
-            with suppress(OSError, UnicodeDecodeError):
-                began = (self.folder / "config.yaml").read_text(encoding="utf-8")
-                refuse_changes(began, self._written, self.folder, by_content)
-            return
-        refuse_changes(saved.config, self._config, self.folder, by_content)
-        if saved.processes != now:  # rollouts would have another size, and the position in the data would differ
-            before = saved.processes
-            how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
-            raise ConfigError(
-                f"the run in {self.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
-                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
-            )
 
     @property
     def checkpoint_record(self) -> dict[str, Any]:
@@ -358,9 +287,6 @@ class RunDir:
 
     # ------------------------------------------------------------------------------------------------ files
 
-    def __truediv__(self, name: str) -> Path:
-        return self.folder / name
-
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
         self.check_there()
@@ -381,20 +307,6 @@ class RunDir:
         self.check_there()
         if self.writes:
             write_bytes(self.folder / name, to_lines(rows))
-
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that this run wrote, in step order: `step`, and numbers or None."""
-        rows = [row for row in self.read_jsonl("metrics.jsonl") if is_count(row.get("step"))]
-        mine = [
-            {key: value for key, value in row.items() if key == "run" or value is None or is_number(value)}
-            for row in rows
-            if row.get("run", "") == self.id
-        ]
-        return sorted(mine, key=lambda row: row["step"])
-
-    def read_jsonl(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a JSONL file: every line that is a JSON object."""
-        return list(read_rows(self.folder / name))
 
     # ------------------------------------------------------------------------------------------------ end
 
@@ -438,7 +350,7 @@ class RunDir:
         main one hangs, so that process records it."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not self.writes:
-            if interrupted or _id_in(self.folder) != self.id:
+            if interrupted or id_in_config(self.folder) != self.id:
                 return
             time.sleep(SECONDS_FOR_MAIN)
         if self.status().get("state") == "running":
@@ -460,27 +372,9 @@ def open_runs() -> list[Path]:
 
 
 def describe_versions() -> dict[str, Any]:
-    """Versions of Python and the libraries, the git revision of the kit's checkout (None without one), the machine and
-    the number of processes."""
-    found = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
-    return found | {"machine": describe_machine(), "written": now()}
-
-
-def read_run_id(folder: Path) -> str:
-    """The id of the run in a folder, from its configuration, else from a checkpoint; "" if none has one."""
-    return _id_in(folder) or next((one.run for one in list_checkpoints(folder / "checkpoints") if one.run), "")
-
-
-def _id_in(folder: Path) -> str:
-    """The id in the first line of `config.yaml`; "" without one."""
-    path = folder / "config.yaml"
-    with suppress(OSError):
-        if path.is_file():  # a pipe would block
-            with open(path, "rb") as file:
-                line = file.readline(100)
-            if line.startswith(ID_LINE) and (found := _ID.match(line.removeprefix(ID_LINE))):
-                return found[0].decode()
-    return ""
+    """Versions of Python and the libraries, the git revision of the kit's checkout, the machine and its processes."""
+    versions = {"versions": installed_versions(), "git": git_revision(Path(__file__)), "processes": count_processes()}
+    return versions | {"machine": describe_machine(), "written": now()}
 
 
 # Trainings before RLOO, by the method in their status: what it is in words, and the call that starts over.
@@ -500,8 +394,8 @@ def run_before(run: RunConfig, method: str) -> RunConfig:
 def check_folder(run: RunConfig, overwrite: bool = False, method: str = "sft") -> None:
     """Refuse, with RunExistsError, a folder that `open_folder` would not overwrite."""
     changed, (what, _) = run_before(run, method), BEFORE[method]
-    found = RunDir(changed.folder)
-    if found.id and found.status().get("method") != method:
+    there = RunDir(changed.folder)
+    if there.id and there.status().get("method") != method:
         raise RunExistsError(
             f"{changed.folder} contains a run that is no {what}: set another run.name=..., or move it away"
         )

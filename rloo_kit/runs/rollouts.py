@@ -71,9 +71,7 @@ class Rollouts:
 
     def delete(self) -> None:
         """Delete every completion, and the folder if it has nothing else."""
-        halves = (self.folder / FOLDER).glob(".*.tmp")
-        for path in (*step_files(self.folder).values(), *halves):
-            path.unlink()
+        self.cut(-1)
         with suppress(OSError):
             (self.folder / FOLDER).rmdir()
 

@@ -118,9 +118,7 @@ class TextBar(_TqdmBar):
 
 def columns() -> int:
     """Columns for tables and paragraphs: those of the terminal, or COLUMNS if set; else `WIDTH`."""
-    if _is_in_kernel():
-        return WIDTH
-    if not (sys.stdout is not None and _is_terminal(sys.stdout)) and not os.environ.get("COLUMNS"):
+    if _is_in_kernel() or not (_is_terminal(sys.stdout) or os.environ.get("COLUMNS")):
         return WIDTH
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
 
@@ -134,8 +132,7 @@ def fill_text(text: str) -> str:
 
 
 def render_text(renderable: Any, width: int | None = None) -> str:
-    """A rich renderable as plain lines of at most `width` columns (None: `columns()`), without colour or trailing
-    blanks."""
+    """A rich renderable as plain lines of at most `width` columns (None: `columns()`), without trailing blanks."""
     file = io.StringIO()
     width = width or columns()
     options: dict[str, Any] = {"file": file, "color_system": None, "force_terminal": False, "force_jupyter": False}

@@ -58,18 +58,19 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        keys = ("name", "status", "found", "todo")
-        rows = ((one.name, STATUS[one.level][0], one.found, one.fix) for one in self.checks)
-        checks = [dict(zip(keys, row, strict=True)) for row in rows]
+        checks = [
+            {"name": check.name, "status": STATUS[check.level][0], "found": check.found, "todo": check.fix}
+            for check in self.checks
+        ]
         return {"exit_code": self.exit_code, "environment": self.environment.to_dict(), "checks": checks}
 
     def __rich__(self) -> Group:
         table = Table(title="rloo-kit doctor", title_justify="left")
         for name, is_short in (("check", True), ("status", True), ("found", False), ("what to do", False)):
             table.add_column(name, no_wrap=is_short, overflow="fold")
-        for one in self.checks:
-            status, colour = STATUS[one.level]
-            table.add_row(Text(one.name), Text(status, style=colour), Text(one.found), Text(one.fix))
+        for check in self.checks:
+            status, colour = STATUS[check.level]
+            table.add_row(Text(check.name), Text(status, style=colour), Text(check.found), Text(check.fix))
         return Group(self.environment, table)
 
     def __str__(self) -> str:
@@ -100,12 +101,7 @@ def check_installation(root: Path | None = None) -> Report:
 
 
 def find_place(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, list[str]]:
-    """Colab, Kaggle, WSL or WSL2, and what follows for a run, one line each; ("", []) elsewhere.
-
-    Args:
-        environ: the environment's variables.
-        root: the folder with `/proc`, `/dev` and `/usr`.
-    """
+    """Colab, Kaggle, WSL or WSL2, and what follows for a run, one line each; ("", []) elsewhere. `root` has `/proc`."""
     if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
         survives = "only /kaggle/working survives, in a saved version: run from there"
         return "Kaggle", [survives, "packages and models need the notebook's Internet switch"]
@@ -144,8 +140,7 @@ def _settle(root: Path | None) -> tuple[Environment, list[Problem]]:
 
 
 def _check_versions(settled: Environment, keep_torch: bool) -> Iterator[Problem]:
-    """Python and each library against its tested range; vLLM and its plugin, if installed: another version brings
-    another torch."""
+    """Python and each library against its tested range, and vLLM with its plugin, which may bring another torch."""
     back = return_command(all(settled.versions.get(name) for name in TESTED_EXTRAS), keep_torch)
     rows = [("python", TESTED_PYTHON, "make a new environment with a tested Python")]
     for name, tested, fix in [*rows, *((name, tested, back) for name, tested in (TESTED | TESTED_EXTRAS).items())]:

@@ -138,18 +138,13 @@ def find_root(start: Path | None = None) -> Path | None:
 
 
 def load_env_file(path: Path, expected: Sequence[str] = EXPECTED_KEYS) -> tuple[dict[str, str], list[str]]:
-    """Load a `.env` into `os.environ`; a variable that is already set and not empty stays.
-
+    """Load a `.env`, which may be missing, into `os.environ`; a variable that is already set and not empty stays.
     Unlike python-dotenv, an empty variable counts as missing, so `HF_TOKEN=` in the shell does not hide the file's. The
     exception is CUDA_VISIBLE_DEVICES, where empty means no GPU.
 
-    Args:
-        path: of the file; it may be missing.
-        expected: names to report as found, empty or missing.
-    Returns:
-        each name with "found in .env", "found in the environment", "empty" or "missing"; and notes. No values.
-    Raises:
-        SetupError: the file cannot be read as UTF-8 text, or has a value that no environment takes.
+    Returns the state of each `expected` name ("found in .env", "found in the environment", "empty" or "missing") and of
+    empty ones, and notes; no values. Raises SetupError if the file cannot be read as UTF-8 text, or has a value that no
+    environment takes.
     """
     try:
         values = dict(dotenv_values(path, encoding="utf-8-sig")) if path.is_file() else {}
@@ -215,14 +210,9 @@ def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
 
 def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:
     """Backend and the reason. `requested` overrides RLOO_KIT_BACKEND unless "auto"; both override what is found.
-
-    Unsloth is the backend of one GPU, transformers that of a run with several processes.
-
-    Raises:
-        ConfigError: the argument or the variable names no backend.
-        SetupError: Unsloth is requested, but not installed or without a GPU that torch can use; or it is requested or
-            imported in a run with several processes.
-    """
+    Unsloth is the backend of one GPU, transformers that of a run with several processes. Raises ConfigError if the
+    argument or the variable names no backend, and SetupError if Unsloth is requested, but not installed or without a
+    GPU that torch can use, or is requested or imported in a run with several processes."""
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
     if choice not in ("auto", *BACKENDS):
@@ -258,8 +248,8 @@ def many_processes() -> str:
 
 
 def cache_folder() -> Path:
-    """The kit's cache: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`; if the home is read-only, a
-    folder in the temporary directory."""
+    """The kit's cache: RLOO_KIT_CACHE, else `rloo-kit` in XDG_CACHE_HOME or `~/.cache`; in /tmp if that is
+    read-only."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rloo-kit"

@@ -28,8 +28,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class Constructor(SafeConstructor):
-    """Plain values only: dates are text; binary data, sets and pairs are refused, and so is text that no file, table
-    or terminal can take."""
+    """Plain values only: dates are text; binary data, sets, pairs and text that no file can take are refused."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         value, what = None, None
@@ -143,13 +142,9 @@ def find_target(target: str, key: str, next_to: Path | None) -> tuple[str, list[
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`).
-
-    Raises:
-        FileNotFoundError: there is nothing at `path`.
-        ConfigError: a folder, a device, another pipe (whose writer may never come), no permission, no
-            possible name, more than `most_bytes`, or not UTF-8.
-    """
+    """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`). Raises
+    FileNotFoundError if there is nothing at `path`, and ConfigError for a folder, a device, another pipe (whose writer
+    may never come), no permission, no possible name, more than `most_bytes`, or what is not UTF-8."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -183,12 +178,9 @@ def make_reader(version: tuple[int, int] | None = None) -> YAML:
 
 
 def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -> tuple[Any, Node | None]:
-    """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines.
-
-    Raises:
-        ConfigError: it is not YAML, nested too deeply, gives a key twice, has a value that its tag does not take, or
-            more than `MOST_NODES` values, repeated ones by aliases (`*name`) counted.
-    """
+    """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines. Raises ConfigError if it
+    is not YAML, is nested too deeply, gives a key twice, has a value that its tag does not take, or more than
+    `MOST_NODES` values, those repeated by aliases (`*name`) included."""
     yaml = make_reader(version)
     try:
         node = yaml.compose(text)

@@ -1,10 +1,11 @@
 """Functions of the kit in a process of their own, with a real time limit, since a thread cannot be stopped.
 
 Both ends of the pipe: `Worker` in the run, `serve` in the process. A process and all that it starts carry a mark in
-their environment, whatever session or parent they move to: `end_marked` kills them, and a `Watchdog` does when the
+their environment, whatever session or parent they move to: `end_marked` kills them, and a watchdog does when the
 process that started them is gone.
 """
 
+import atexit
 import functools
 import json
 import multiprocessing
@@ -28,7 +29,6 @@ from typing import IO, Any
 import psutil
 
 from rloo_kit.errors import DataError, RewardError, RlooKitError, WholeBatchError, hide, mask, shorten
-from rloo_kit.system.gpu import GIB
 
 END_TIMEOUT_S = 15.0
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -59,33 +59,6 @@ def module_path() -> list[str]:
     return [entry or os.getcwd() for entry in sys.path]
 
 
-class Watchdog:
-    """A small process that kills everything marked `mark=value` once this process is gone.
-
-    Args:
-        environment: the watchdog's own; it must not contain the mark, nor another one that could end it too early.
-    """
-
-    def __init__(self, mark: str, value: str, environment: Mapping[str, str]) -> None:
-        self.mark, self.value, self.environment = mark, value, environment
-        self._popen: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "Watchdog":
-        command = [sys.executable, "-c", _WATCH, self.mark, self.value, *module_path()]
-        self._popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=dict(self.environment), start_new_session=True,
-        )  # fmt: skip
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._popen is not None:
-            with suppress(OSError):
-                self._popen.stdin.close()  # type: ignore[union-attr]
-            with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(2 * END_TIMEOUT_S)
-
-
 def watch(pipe: IO[bytes]) -> None:
     """Wait until the other process is gone and the system closes its end of `pipe`; then kill the processes
     with the mark that the command line names."""
@@ -100,7 +73,6 @@ POLL_S = 0.05  # between two checks that the process is alive: a detached child 
 LONGEST_S = 1e7  # of a time limit: a timer takes no larger number
 GRACE_S = 5.0  # for a process that has closed its pipe to leave an exit code
 MAX_REPLY_BYTES = 16 * 2**20
-MAX_GROWTH_GIB = 4.0  # a process that grows by more after its first call leaks and is replaced
 RUN_MARK, WORKER_MARK = "RLOO_KIT_WORKERS", "RLOO_KIT_WORKER"  # of this process; of one worker
 HIDDEN = "RLOO_KIT_HIDDEN"  # names of the variables whose values no reply shows
 WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
@@ -135,12 +107,8 @@ def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
 
 
 class Worker:
-    """One process for the calls of one owner. The first call starts it; the next one after its end starts another.
-
-    Args:
-        name: of the worker, for errors and warnings.
-        environment: the variables of the process; by default `worker_environment()`.
-    """
+    """One process for the calls of one owner, `name` in errors. The first call starts it, with the variables
+    `environment` (None: `worker_environment()`); the next one after its end starts another."""
 
     def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -148,7 +116,6 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._finalizer: weakref.finalize | None = None
-        self._first_gib: float | None = None
         WORKERS.add(self)
 
     @property
@@ -206,8 +173,6 @@ class Worker:
             raise
         if late.is_set():  # killed as it replied
             self.close()
-        else:
-            self._end_if_it_leaks(process.pid)
         if problem is not None:
             raise _RAISED.get(str(problem), RewardError)(result)
         return result
@@ -223,7 +188,7 @@ class Worker:
     def _start(self) -> None:
         self.close()
         mark = uuid.uuid4().hex
-        marks = {RUN_MARK: _watch_over(os.getpid()).value, WORKER_MARK: mark}
+        marks = {RUN_MARK: _watch_over(os.getpid()), WORKER_MARK: mark}
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), *module_path()]
@@ -232,28 +197,26 @@ class Worker:
                 env={**self.environment, **marks}, start_new_session=True,
             )  # fmt: skip
         self._finalizer = weakref.finalize(self, _end, self._process, mark, os.getpid())
-        self._first_gib = None
-
-    def _end_if_it_leaks(self, pid: int) -> None:
-        with suppress(psutil.Error):
-            gib = psutil.Process(pid).memory_info().rss / GIB
-            if self._first_gib is None:
-                self._first_gib = gib
-            elif gib > self._first_gib + MAX_GROWTH_GIB:
-                from rloo_kit.system.processes import say  # the process itself needs none of what it loads
-
-                grown = f"has grown from {self._first_gib:.1f} to {gib:.1f} GiB since its first call"
-                say(f"WARNING: {self.name}: its worker {grown}; a fresh one takes its place")
-                self.close()
 
 
 @functools.cache
-def _watch_over(pid: int) -> Watchdog:
-    """The watchdog that ends this process's workers, and what they started, when the process is killed."""
-    watchdog = Watchdog(RUN_MARK, uuid.uuid4().hex, worker_environment())
-    watchdog.__enter__()
-    weakref.finalize(watchdog, watchdog.__exit__)
-    return watchdog
+def _watch_over(pid: int) -> str:
+    """The mark of this process's workers. A watchdog, a small process, kills all with it once this one is gone."""
+    mark = uuid.uuid4().hex
+    watchdog = subprocess.Popen(
+        [sys.executable, "-c", _WATCH, RUN_MARK, mark, *module_path()],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=worker_environment(), start_new_session=True,
+    )  # fmt: skip
+    atexit.register(_end_watchdog, watchdog)
+    return mark
+
+
+def _end_watchdog(watchdog: "subprocess.Popen[bytes]") -> None:
+    with suppress(OSError):
+        watchdog.stdin.close()  # type: ignore[union-attr]
+    with suppress(subprocess.TimeoutExpired):
+        watchdog.wait(2 * END_TIMEOUT_S)
 
 
 def _cause(process: "subprocess.Popen[bytes]") -> str:
@@ -274,8 +237,7 @@ def _cause(process: "subprocess.Popen[bytes]") -> str:
 def _limit(
     process: "subprocess.Popen[bytes]", connection: Connection, timeout_s: float, late: threading.Event
 ) -> Iterator[None]:
-    """After `timeout_s` sets `late`, kills the process, and wakes whoever waits for the pipe: a detached child may keep
-    the other end."""
+    """After `timeout_s` sets `late`, kills the process, and wakes who waits for a pipe that a detached child keeps."""
 
     def end() -> None:
         late.set()
@@ -306,8 +268,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
-    """Kill the process, its descendants and everything with its mark, which is all that a detached child keeps; a fork
-    of the owner ends nothing."""
+    """Kill the process and all with its mark, which a detached child keeps; a fork of the owner ends nothing."""
     if os.getpid() == owner:
         _kill(process)
         process.wait()
@@ -323,7 +284,7 @@ def serve() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     for name in os.environ.get(HIDDEN, "").split(","):
         value, least = os.environ.get(name, ""), 4 if SECRET.search(name) else 8  # a dummy such as 1 is no secret
-        hide(one for one in map(str.strip, (value, *value.splitlines())) if len(one) >= least)
+        hide(line for line in map(str.strip, (value, *value.splitlines())) if len(line) >= least)
     with suppress(EOFError):
         while True:
             request = connection.recv_bytes()

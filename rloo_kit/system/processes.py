@@ -37,14 +37,12 @@ _REPEATED = ("Sending process", "failed (exitcode", "Received", "Closing process
 
 
 def count_processes() -> int:
-    """Processes of a distributed run (WORLD_SIZE), 1 without a launcher; ConfigError if it is not a whole number above
-    0."""
+    """Processes of a run (WORLD_SIZE), 1 without a launcher; ConfigError if it is no whole number above 0."""
     return _read(WORLD_SIZE, 1, least=1)
 
 
 def process_index() -> int:
-    """The rank of this process in the run (RANK), 0 without a launcher; ConfigError if it is not a rank of
-    WORLD_SIZE."""
+    """The rank of this process (RANK), 0 without a launcher; ConfigError if it is not a rank of WORLD_SIZE."""
     index, count = _read(RANK, 0), count_processes()
     if index >= count:
         raise ConfigError(f"the environment's {RANK} is {index} and {WORLD_SIZE} {count}; it must be below that number")
@@ -52,8 +50,7 @@ def process_index() -> int:
 
 
 def local_index() -> int:
-    """The rank of this process on its machine (LOCAL_RANK), which is its GPU; 0 without a launcher; ConfigError if not
-    whole."""
+    """The rank of this process on its machine (LOCAL_RANK), which is its GPU; 0 without a launcher."""
     return _read(LOCAL_RANK, 0)
 
 
@@ -88,19 +85,14 @@ def _read(name: str, default: int, least: int = 0) -> int:
 
 
 def launch_run(file: Path, arguments: Sequence[str], processes: int | None = None) -> int:
-    """Start a run in several processes through accelerate's `launch` program, and wait for its end.
+    """Start a run in several processes through accelerate's `launch` program, and wait for its end. Returns the run's
+    exit code (2 refused, 130 interrupted), or 128 and the signal's number.
 
-    Unlike plain `accelerate launch` it returns the run's exit code, leaves out torch's account of a failure that the
-    run has reported itself, gives the processes time to save after Ctrl-C, and leaves none of them behind.
-
-    Args:
-        file: as `accelerate config` writes them; the kit's own are in configs/accelerate.
-        arguments: of `rloo-kit`, for each process: ["train", "configs/x.yaml", ...].
-        processes: on all machines together, at least 1; None for the file's `num_processes`.
-    Returns:
-        The exit code: the run's (2 refused, 130 interrupted), or 128 and the signal's number.
-    Raises:
-        ConfigError: the file cannot be used, there are too few GPUs, or a launcher started this process already.
+    Unlike plain `accelerate launch` it returns that code, leaves out torch's account of a failure that the run has
+    reported itself, gives the processes time to save after Ctrl-C, and leaves none of them behind. `file` is as
+    `accelerate config` writes it (the kit's own are in configs/accelerate), `arguments` are those of `rloo-kit` in each
+    process, and `processes`, on all machines together, replaces the file's `num_processes`. Raises ConfigError if the
+    file cannot be used, there are too few GPUs, or a launcher started this process already.
     """
     settings = read_launch_file(file, processes)
     machines = settings.get("num_machines") or 1
@@ -134,12 +126,8 @@ def resume_words() -> list[str]:
 
 
 def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]:
-    """The settings in an accelerate launch file, with `processes` in place of the file's number.
-
-    Raises:
-        ConfigError: it cannot be read, is no launch file, starts no run of several processes, or a launcher started
-            this process already.
-    """
+    """The settings in an accelerate launch file, with `processes` in place of its number. Raises ConfigError if it
+    cannot be read, is no launch file, starts a single process, or a launcher started this process already."""
     from rloo_kit.system.input_files import parse_yaml, read_text
 
     if by_launcher := [name for name in (RANK, LOCAL_RANK) if os.environ.get(name)] + [WORLD_SIZE] * is_distributed():
@@ -170,12 +158,9 @@ def read_launch_file(file: Path, processes: int | None = None) -> dict[str, Any]
 
 
 def exit_code(codes: Mapping[int, int]) -> tuple[int, str]:
-    """Exit code of a run from those of its processes that failed, by rank, and what the run has not reported yet.
-
-    Args:
-        codes: in the order in which the launcher found them. The first is the reason, unless it is one that the
-            launcher then ended (SIGTERM); later ones may have lost the connection to the first.
-    """
+    """Exit code of a run from those of its processes that failed, by rank, and what the run has not reported yet. In
+    `codes` they are in the order in which the launcher found them: the first is the reason, unless the launcher then
+    ended it (SIGTERM); later ones may have lost the connection to the first."""
     rank, code = min(codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     if code > 0:
         known = code in (REFUSED, INTERRUPTED)
@@ -248,8 +233,7 @@ def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Signals that arrive while the block runs are handled after it, so that none interrupts its code halfway. Does
-    nothing outside the main thread."""
+    """Signals that arrive while the block runs are handled after it; nothing changes outside the main thread."""
     held: list[signal.Signals] = []
     try:
         with handle_signals(ENDING, held.append):

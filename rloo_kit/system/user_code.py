@@ -69,14 +69,9 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def import_target(target: str, folders: list[str]) -> Any:
-    """What `module:name` or `path/to/file.py:name` names, imported in this process; `name` may be `Class.method`.
-
-    Args:
-        folders: put in front of the module path, in front of the working folder.
-
-    Raises:
-        RewardError: no such module, nothing of that name in it, or importing it failed.
-    """
+    """What `module:name` or `path/to/file.py:name` names, imported in this process; `name` may be `Class.method`. The
+    module path begins with `folders`, then the working folder. Raises RewardError if there is no such module, nothing
+    of that name in it, or importing it failed."""
     with suppress(FileNotFoundError):  # the working folder was deleted
         sys.path.insert(0, os.getcwd())
     sys.path[:0] = folders
@@ -188,8 +183,7 @@ class PlainState:
 
 
 def describe_user_error(error: BaseException) -> str:
-    """An error with the file and line of the user's code that raised it; for a file with a syntax error, that file's
-    line, which is in no frame."""
+    """An error with the file and line of the user's code that raised it, or that has the syntax error."""
     if isinstance(error, SyntaxError):  # its text ends with the file and the line
         return describe_error(error, f": {error.text.strip()}" if error.text else "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

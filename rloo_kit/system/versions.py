@@ -43,8 +43,7 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Python's version and that of every library in the tested ranges (None: not installed); vLLM's if it is
-    installed."""
+    """The versions of Python and of every library with a tested range (None: not installed); vLLM's if it is there."""
     python = ".".join(str(part) for part in sys.version_info[:3])
     vllm = {name: version for name in VLLM_RANGES if (version := installed_version(name)) is not None}
     return {"python": python} | {name: installed_version(name) for name in (TESTED | TESTED_EXTRAS)} | vllm
@@ -62,15 +61,10 @@ def in_range(version: str, tested: str) -> bool:
 
 
 def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
-    """The one command that brings this Python's packages back to the tested ranges.
-
-    In a clone or an installed skill, which have `constraints.txt`, it installs the locked versions. A wheel has no
-    such file: there the command names the ranges. It never adds Unsloth to an environment that lacks it.
-
-    Args:
-        with_unsloth: bring Unsloth back too.
-        keep_torch: leave a preinstalled torch alone if it is in the range (Colab, Kaggle); refuse if it is not.
-    """
+    """The one command that brings this Python's packages back to the tested ranges. In a clone or an installed skill,
+    which have `constraints.txt`, it installs the locked versions; a wheel has no such file, and there the command names
+    the ranges. It never adds Unsloth to an environment that lacks it (`with_unsloth`). `keep_torch`: leave a
+    preinstalled torch alone if it is in the range (Colab, Kaggle); refuse if it is not."""
     root = Path(__file__).resolve().parents[2]
     python = shlex.quote(sys.executable)
     if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
@@ -85,15 +79,9 @@ def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
 
 
 def keep_installed(constraints: str) -> str:
-    """Constraints that leave installed packages alone, apart from the libraries with a tested range.
-
-    torch and what is built with it are pinned to the installed version, so pip cannot replace a CUDA build.
-
-    Args:
-        constraints: text of `constraints.txt`.
-    Raises:
-        SetupError: Python or torch is outside the tested range, or torch is not installed.
-    """
+    """The text of `constraints.txt` without what would replace an installed package, apart from the libraries with a
+    tested range. torch and what is built with it are pinned to the installed version, so pip cannot replace a CUDA
+    build. Raises SetupError if Python or torch is outside the tested range, or torch is not installed."""
     python = ".".join(str(part) for part in sys.version_info[:3])
     torch = installed_version("torch")
     for name, version, tested in (("Python", python, TESTED_PYTHON), ("torch", torch, TESTED["torch"])):
@@ -112,8 +100,7 @@ def keep_installed(constraints: str) -> str:
 
 
 def is_importable(module: str) -> bool:
-    """Whether `import module` would find it, without importing it; a bare folder of that name, such as a clone of a
-    repository, does not count."""
+    """Whether `import module` would find it, without importing it; a bare folder of that name does not count."""
     if module in sys.modules:
         return sys.modules[module] is not None  # None there blocks the import
     spec = importlib.util.find_spec(module)

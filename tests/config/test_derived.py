@@ -9,11 +9,9 @@ import pytest
 
 from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.model_names import always_thinks, thinks_by_keys
-from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.run import RunConfig, fill_defaults
 from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE
 from rloo_kit.config.supervised import FULL_SFT_RATE, LORA_SFT_RATE
-from rloo_kit.config.yaml_files import read_yaml
 
 THINKING = "Qwen/Qwen3-4B-Thinking-2507"
 
@@ -50,8 +48,7 @@ def lengths(run: RunConfig) -> tuple[int, int, int, int | None]:
     ids=str,
 )
 def test_a_short_file_has_room_to_think_and_learns_from_four_prompts(model: Any, expected: tuple[Any, ...]) -> None:
-    """A short file used to get K = 2, one group of four, the summed KL that SKILL.md warns of, and 512 tokens for a
-    model that thinks for thousands."""
+    """A short file got K = 2, one group, the summed KL, and 512 tokens for a model that thinks for thousands."""
     run = build(model)
     assert lengths(run) == expected
     assert (run.rloo.num_generations, run.rloo.prompts_per_generation) == (8, 4)
@@ -114,13 +111,6 @@ def test_the_rate_follows_what_is_trained_and_the_batch_follows_k() -> None:
         assert rloo.generation_batch_size == 4 * k == 4 * rloo.num_generations
     with pytest.raises(ValueError, match="whole groups of 5"):
         build("some/model", rloo={"num_generations": 5, "per_device_train_batch_size": 8})
-
-
-def test_episodes_of_an_old_file_are_counted_in_todays_batch() -> None:
-    """`total_episodes` divided by TRL's batch of 8 would train a file that is silent about it four times as long."""
-    values = read_yaml("rloo: {total_episodes: 640, rloo_k: 4}")[0]
-    translate_file(values)
-    assert values["rloo"]["max_steps"] == 640 // (4 * 4)
 
 
 ALWAYS = (

@@ -27,6 +27,17 @@ WRONG = {
     "rloo.num_generatons=4": "rloo.num_generatons: unknown|did you mean rloo.num_generations?",
     "rewards.0.wieght=1": "rewards.0.wieght: unknown|did you mean rewards.0.weight?",
     "data.max_completion_length=9": "data.max_completion_length: unknown|did you mean rloo.max_completion_length?",
+    # overrides that do not reach a key, and must not create one
+    "rloo.beta": "'rloo.beta' is not of the form section.key=value",
+    "rloo..beta=3": "is not of the form",
+    "model.name.x=3": "model.name is 'embedded/thinking', which has no keys below it",
+    "rewards.1.weight=3": "rewards is a list of 1; use an index below that",
+    "reward.0.name=b": "did you mean rewards.0.name?",
+    "reward.nmae=b": "did you mean rewards.0.name?",
+    "rewards.name=b": "did you mean rewards.0.name?",
+    "rewards[0].name=b": "did you mean rewards.0.name?",
+    "rlo.beta=1": "did you mean rloo.beta?",
+    "eval.pass_at_k.0=3": "set eval.pass_at_k=[...]",
     # wrong types
     "rloo.max_steps=many": "rloo.max_steps: is 'many'|valid integer",
     "rloo.max_steps=true": "rloo.max_steps: is true|number",
@@ -83,6 +94,18 @@ WRONG = {
     "data={sources: [{source: openai/gsm8k}, {source: embedded/addition}]}": "data.sources has openai/gsm8k|set "
     "data.source=embedded/addition",
     "model.name=embedded/x": "embedded/thinking, embedded/instruct",
+    "model.name=smollm2/chat": "model: name is 'smollm2/chat'|smollm2/instruct and smollm2/thinking",
+    # prompts that a built-in model does not know; files of task families were taken once
+    "data.source=embedded/own/backward.py|model.name=embedded/thinking@own/backward.py": "model: name is 'embedded/"
+    "thinking@own/backward.py', but 'own/backward.py' is a file, and task families are built in (addition,|"
+    "data.source=rows.jsonl|model.name=smollm2/instruct|docs/embedded.md",
+    "data.source=embedded/own/backward.py": "data.source is embedded/own/backward.py, but 'own/backward.py' is a file",
+    "data.source=embedded/addition|model.name=embedded/thinking@chain_sum": "knows only chain_sum, but data.source is "
+    "embedded/addition; set data.source=",
+    "data.source=reasoning_gym/number_sorting": "data.source is reasoning_gym/number_sorting; set data.source=",
+    "data.source=embedded/sorting": "set data.source=|another model.name (embedded/thinking@sorting)",
+    "data.source=embedded/sortin": "data.source is embedded/sortin, but there is no task family 'sortin'",
+    "sft.source=embedded/sorting": "sft.source is embedded/sorting; set sft.source=embedded/addition",
     "model={name: a/b, family: instruct, enable_thinking: true}": "set model.family=hybrid|model.enable_thinking=null",
     "rewards=[{name: a}, {name: missing_eos_penalty}]|rloo.missing_eos_penalty=1": "rloo.missing_eos_penalty and the "
     "reward missing_eos_penalty are both set|twice",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo_kit.config.run import changed_keys, load_config, refuse_changes
+from rloo_kit.config.run import load_config, refuse_changes
 from rloo_kit.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"
@@ -23,13 +23,6 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         refuse_changes(before, load_config(DEMO, *words).to_yaml(), tmp_path)
     for key, value in (word.split("=") for word in words):
         assert re.search(rf"{key}: .* then, {value} now", str(caught.value))
-
-
-def test_changed_rewards_are_named_by_their_place() -> None:
-    """Two full lists of rewards leave finding the difference to the reader."""
-    saved = {"rewards": [{"name": "a", "weight": 1.0}]}
-    now = {"rewards": [{"name": "a", "weight": 2.0}, {"name": "c"}]}
-    assert changed_keys(saved, now) == {"rewards.0.weight": (1.0, 2.0), "rewards.1.name": (None, "c")}
 
 
 def test_a_run_from_before_a_key(tmp_path: Path) -> None:

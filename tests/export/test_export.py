@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -81,9 +82,8 @@ def test_the_embedded_model_is_what_was_trained(
     moved = Path(shutil.copytree(exported[to].folder, tmp_path / "elsewhere"))
     text = (moved / "rloo_kit.yaml").read_text()
     assert str(tmp_path.anchor + "tmp") not in text and "outputs" not in text, "nothing of this machine"
-    answers = [
-        kit.ask(*kit.load_trained(place), "58+67=", temperature=0, stream=False) for place in (embedded_run, moved)
-    ]
+    loaded = (kit.load_trained(place) for place in (embedded_run, moved))
+    answers = [kit.ask(*policy, "58+67=", temperature=0, stream=False) for policy in loaded]
     assert vars(answers[1]) | {"seconds": 0} == vars(answers[0]) | {"seconds": 0}
 
 
@@ -93,9 +93,8 @@ def test_llama_cpp_answers_as_the_embedded_model(
     embedded_run: Path, tmp_path: Path, kind: str, most: float, same: int
 ) -> None:
     """8 bits: 0.005 to 0.115 nats and 5 or 6 equal texts, by the processor that built the embedded model."""
-    check = certified(
-        kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind), 6
-    )
+    made = kit.export_model(embedded_run, "gguf", output=tmp_path / "x", num_prompts=6, quantization=kind)
+    check = certified(made, 6)
     assert check["largest"] < most and check["equal"] >= same
 
 
@@ -311,64 +310,42 @@ def test_it_needs_neither_the_data_nor_a_traceback(make_run: Callable[..., Path]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"to": "onnx"}, r"--to is 'onnx'; it is one of adapter, merged, gguf, vllm"),
-        ({"to": "gguf", "quantization": "q5"}, r"--quantization is 'q5'.*q4_k_m"),
-        ({"to": "merged", "quantization": "q8_0"}, r"--quantization q8_0 is for --to gguf"),
-        ({"to": "gguf", "dtype": "float16"}, r"--dtype float16 is for --to merged"),
-        ({"to": "merged", "num_prompts": 0}, r"--prompts is 0"),
+        ({"to": "onnx"}, ConfigError, r"--to is 'onnx'; it is one of adapter, merged, gguf, vllm"),
+        ({"to": "gguf", "quantization": "q5"}, ConfigError, r"--quantization is 'q5'.*q4_k_m"),
+        ({"to": "merged", "quantization": "q8_0"}, ConfigError, r"--quantization q8_0 is for --to gguf"),
+        ({"to": "gguf", "dtype": "float16"}, ConfigError, r"--dtype float16 is for --to merged"),
+        ({"to": "merged", "num_prompts": 0}, ConfigError, r"--prompts is 0"),
+        ({"to": "merged", "output": "thesis.txt/x"}, ConfigError, r"thesis\.txt is not a folder"),
+        ({"to": "merged", "output": "thesis.txt/x/y"}, ConfigError, r"thesis\.txt is not a folder"),
+        # `--output ~ --overwrite` would have put a model in the place of somebody's home
+        ({"to": "merged", "output": ".", "overwrite": True}, RunExistsError, r"not an export .*: use --output"),
+        ({"to": "merged"}, ExportError, r"takes about 0\.0 GiB of RAM in float32, and 0\.0 GiB.*model\.dtype=bfloat16"),
     ],
-)
-def test_arguments_that_no_export_has(embedded_run: Path, arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        kit.export_model(embedded_run, **arguments)
-
-
-def test_only_an_export_is_ever_replaced(embedded_run: Path, tmp_path: Path) -> None:
-    """`--output ~ --overwrite` would have put a model in the place of somebody's home."""
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(RunExistsError, match=r"not an export \(it has no certificate\.json\): use --output"):
-        kit.export_model(embedded_run, "merged", output=tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_what_does_not_fit_is_refused_beforehand(
-    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)  # fmt: skip
+def test_what_is_refused_beforehand(
+    embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, error: type, message: str
 ) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and "RAM" in message:
         pytest.skip("on a GPU the policy does not lie in RAM")
     monkeypatch.setattr(exporting, "available_gib", lambda: 0.001)
-    with pytest.raises(
-        ExportError, match=r"takes about 0\.0 GiB of RAM in float32, and 0\.0 GiB.*model\.dtype=bfloat16"
-    ):
-        kit.export_model(embedded_run, "merged", output=tmp_path / "out")
-
-
-class Hub:
-    """In place of the hub's client; `refused` is the error of its upload."""
-
-    asked: list[Any]
-    refused: Exception | None = None
-
-    def create_repo(self, repo: str, exist_ok: bool) -> str:
-        self.asked.append((repo, exist_ok))
-        return f"https://hub/{repo}"
-
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self.asked.append((repo_id, folder_path, commit_message))
-        if self.refused is not None:
-            raise self.refused
+    (tmp_path / "thesis.txt").write_text("mine")
+    arguments["output"] = tmp_path / arguments.get("output", "out")
+    with pytest.raises(error, match=message):
+        kit.export_model(embedded_run, **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_the_folder_is_pushed_in_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused push leaves the export, and says how to go on."""
-    monkeypatch.setattr(Hub, "asked", [], raising=False)
-    monkeypatch.setattr(exporting, "HfApi", Hub)
+    hub = Mock(**{"create_repo.return_value": "https://hub/someone/sums"})
+    monkeypatch.setattr(exporting, "HfApi", lambda: hub)
     assert exporting.push_folder(tmp_path, "someone/sums", "sums: gguf") == "https://hub/someone/sums"
-    assert Hub.asked == [("someone/sums", True), ("someone/sums", tmp_path, "sums: gguf")]
+    hub.create_repo.assert_called_once_with("someone/sums", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(repo_id="someone/sums", folder_path=tmp_path, commit_message="sums: gguf")
     for error in (ValueError("Invalid user token."), OSError("Network is unreachable")):
-        monkeypatch.setattr(Hub, "refused", error)
+        hub.upload_folder.side_effect = error
         with pytest.raises(ExportError, match=r"complete in .*HF_TOKEN.*hf upload someone/sums ") as caught:
             exporting.push_folder(tmp_path, "someone/sums", "sums: gguf")
         assert str(error) in str(caught.value) and caught.value.__suppress_context__

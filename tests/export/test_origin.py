@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.export.export import export_model, find_base
+from rloo_kit.export.export import find_base
 from rloo_kit.models.embedded import build, name_built
 from rloo_kit.models.policy import trained_run
 from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
@@ -24,18 +23,13 @@ rloo: {{max_steps: 1, max_completion_length: 40}}
 """
 
 
-@pytest.fixture
-def make_export(tmp_path: Path) -> Callable[..., Path]:
-    """`make_export(place, model, target)`: what an export of that target leaves in `place`, without the weights."""
-
-    def make(place: Path, run: RunConfig, base: str, target: str) -> Path:
-        place.mkdir(parents=True)
-        names = {"adapter": "adapter_config.json", "merged": "config.json", "gguf": "sums-f16.gguf"}
-        (place / names[target]).write_text(json.dumps({"base_model_name_or_path": base}))
-        (place / RUN_FILE).write_text(describe_origin(run, find_base(run, base)))
-        return place
-
-    return make
+def make_export(place: Path, run: RunConfig, base: str, target: str) -> Path:
+    """What an export of that target leaves in `place`, without the weights."""
+    place.mkdir(parents=True)
+    names = {"adapter": "adapter_config.json", "merged": "config.json", "gguf": "sums-f16.gguf"}
+    (place / names[target]).write_text(json.dumps({"base_model_name_or_path": base}))
+    (place / RUN_FILE).write_text(describe_origin(run, find_base(run, base)))
+    return place
 
 
 def write_run(folder: Path, model: str = "embedded/thinking", data: str = "sums.jsonl") -> Any:
@@ -59,9 +53,7 @@ def test_a_checkpoint_that_is_quantised_itself_keeps_its_adapter(tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", ["adapter", "merged"])
-def test_in_the_runs_folder_the_base_is_where_the_run_has_it(
-    tmp_path: Path, make_export: Callable[..., Path], target: str
-) -> None:
+def test_in_the_runs_folder_the_base_is_where_the_run_has_it(tmp_path: Path, target: str) -> None:
     """An export names no path of a machine, so even next to its run it was sent to the hub for "mymodel"."""
     base = write_model(tmp_path / "models" / "mymodel")
     run = write_run(tmp_path / "outputs" / "sums", base)
@@ -72,7 +64,7 @@ def test_in_the_runs_folder_the_base_is_where_the_run_has_it(
     assert origin_of(moved).model.name == "mymodel" and str(tmp_path) not in (moved / RUN_FILE).read_text()
 
 
-def test_an_embedded_base_is_called_by_its_name(tmp_path: Path, make_export: Callable[..., Path]) -> None:
+def test_an_embedded_base_is_called_by_its_name(tmp_path: Path) -> None:
     """Trained on a user's file, or on from another adapter: neither could be read back."""
     base = str(build("thinking"))
     assert name_built(Path(base).name) == {"name": "embedded/thinking", "vocabulary": "compact", "build_seed": 0}
@@ -97,18 +89,10 @@ def test_a_folder_is_known_from_inside_too(tmp_path: Path, monkeypatch: pytest.M
     assert origin_of(".").data.system_prompt == "Be brief."
 
 
-def test_a_gguf_file_is_no_policy(tmp_path: Path, make_export: Callable[..., Path]) -> None:
+def test_a_gguf_file_is_no_policy(tmp_path: Path) -> None:
     """It loaded an adapter that happened to lie in the working directory under the run's name."""
     run = write_run(tmp_path / "outputs" / "sums")
     folder = make_export(tmp_path / "gguf", run, "base", "gguf")
     for source in (folder, folder / "sums-f16.gguf"):
         with pytest.raises(ConfigError, match="llama-cli -m .*sums-f16.gguf.*ollama create NAME -f Modelfile"):
             trained_run(source)
-
-
-@pytest.mark.parametrize("output", ["file/x", "file/x/y"])
-def test_an_output_below_a_file_is_refused_at_once(tmp_path: Path, output: str) -> None:
-    write_run(tmp_path / "sums", data="embedded/addition")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is not a folder"):
-        export_model(tmp_path / "sums", "merged", output=tmp_path / output)

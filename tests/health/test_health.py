@@ -35,12 +35,7 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
-def make_context(
-    modes: dict[str, str] | None = None,
-    patience: int = 3,
-    weights: dict[str, float] | None = None,
-    **rloo: Any,
-) -> Context:
+def make_context(modes: Any = None, patience: int = 3, weights: Any = None, **rloo: Any) -> Context:
     return Context(RLOO | rloo, modes or {}, patience, weights or {})
 
 
@@ -87,10 +82,27 @@ def apart(*gaps: float) -> list[dict[str, Any]]:
 
 
 RATE, ANSWER = "rloo.learning_rate (currently 0.3)", "rewards/answer_reward/mean"
+
+
+def hacked(truth: str, half: float = 0.0) -> list[dict[str, Any]]:
+    """A part of the reward rises while accuracy falls; `half`: of its interval."""
+    rows = drift("rewards/mine/mean", 0.1, 0.9, **{"rewards/mine/std": 0.2})
+    for place, row in enumerate(rows):
+        row["reward"] = row["rewards/mine/mean"]
+        if truth != "eval/accuracy" or place % 6 == 0:
+            row |= {truth: 0.6 - 0.02 * place, f"{truth}_high": 0.6 - 0.02 * place + half}
+    return rows
+
+
 GONE = {"reward": 0.0, "reward_std": 0.0, "frac_score_zero_std": 1.0, "grad_norm": 0.0}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
     ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {"baseline": "none"}, "rloo.num_generations, currently 4"),
+    ("no_signal", [WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}] * 4, {}, "rloo.temperature"),
+    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "The prompts were solved from the start"),
+    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "harder prompts (data.source)"),
+    ("reward_hacking", hacked(ANSWER, 0.02), {}, "--order best"),
+    ("reward_hacking", hacked("eval/accuracy", 0.02), {}, "mine rose"),
     ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
     ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
     ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
@@ -115,7 +127,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
 def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[str, Any], key: str) -> None:
     """Each rule fires on made-up rows of its fault, and its fix names a key to change."""
     (found,) = look(rows, **options)
-    assert found.name == rule and key in found.fix and found.found and found.cause
+    assert found.name == rule and key in str(found) and found.fix and found.found and found.cause
     modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
     assert look(rows, **options, modes=modes) == []
 
@@ -135,31 +147,15 @@ def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[st
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
-    """A rule without a key cannot be set to stop or off; one without a test case may never fire."""
+    """A rule without a key cannot be set to stop or off; one without a test case may never fire, and one that no page
+    explains has to be looked up in the source."""
     assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
-    assert set(RULES) == {case[0] for case in CASES} | {"reward_hacking"}
+    assert set(RULES) == {case[0] for case in CASES}
     assert all(set(rule.follows) <= set(RULES) - {rule.name} for rule in RULES.values())
     assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
-
-
-def hacked(truth: str, half: float = 0.0) -> list[dict[str, Any]]:
-    """A part of the reward rises while accuracy falls; `half`: of its interval."""
-    rows = drift("rewards/mine/mean", 0.1, 0.9, **{"rewards/mine/std": 0.2})
-    falls = [row | {"reward": row["rewards/mine/mean"]} for row in rows]
-    for place, row in enumerate(falls):
-        if truth != "eval/accuracy" or place % 6 == 0:
-            row[truth] = 0.6 - 0.02 * place
-            if half:
-                row[f"{truth}_high"] = row[truth] + half
-    return falls
-
-
-def test_a_reward_that_is_gamed() -> None:
-    """The reward rose for a whole night while the model stopped answering."""
-    for truth in (ANSWER, "eval/accuracy"):
-        (found,) = look(hacked(truth, 0.02))
-        assert found.name == "reward_hacking" and "mine rose" in found.found and "--order best" in found.fix
-    assert look(hacked("eval/accuracy", 0.6)) == [], "within its interval"
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    assert [name for name in RULES if f"| `{name}` |" not in text] == []
+    assert {limits.rule for limits in RANGES} - {""} <= set(RULES)
 
 
 def learnt() -> list[dict[str, Any]]:
@@ -185,6 +181,7 @@ SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "a length penalty that longer thinking pays": (
         [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
             more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
+    "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
     "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
     "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
     "a gap between samplers twice in twelve steps": (apart(0, 0.44, *[0] * 8, 0.79, 0), {}),
@@ -198,12 +195,6 @@ def test_what_is_no_fault(name: str) -> None:
     """A rule that fires on healthy runs gets switched off, and is missing when it is needed."""
     rows, options = SILENT[name]
     assert look(rows, **options) == []
-
-
-def test_what_was_solved_from_the_start_says_so() -> None:
-    """Such a run trains nothing; the advice to take easier prompts would be wrong."""
-    (found,) = look([TIED | {"reward": 1.0, ANSWER: 1.0}] * 5)
-    assert found.name == "no_signal" and found.fix == "harder prompts (data.source)"
 
 
 # ------------------------------------------------------------------------------------- causes and consequences
@@ -265,25 +256,27 @@ def test_a_finding_is_reported_once() -> None:
     assert "6 steps in a row" in found.found, "they were counted from the first time, three healthy steps included"
 
 
-def test_steps_that_reuse_a_rollout_count_with_it() -> None:
-    """With num_iterations=2 every second row has no rewards; such rows used to break the series, so nothing was ever
-    found."""
-    reused = {"grad_norm": 0.2, "loss": 0.0}
-    assert names(look([TIED | reused, reused] * 3, patience=4)) == [("no_signal", 1, 4)]
+EVALUATED = [{"step": n // 2 + 1} | ({"eval/accuracy": 0.1} if n % 2 else TIED) for n in range(9)]
 
 
-def test_a_logged_row_stands_for_the_steps_since_the_last_one() -> None:
-    """With logging_steps=10, five steps without signal are less than one row."""
-    watch = HealthWatch(make_context(patience=20, logging_steps=10))
-    assert watch.observe({"step": 10} | TIED) == []
-    assert names(watch.observe({"step": 20} | TIED)) == [("no_signal", 1, 20)]
-
-
-def test_held_out_accuracy_may_have_a_row_of_its_own() -> None:
-    """It is measured between two steps; counted as a step, it would turn three tied steps into five."""
-    rows = [row for step in range(1, 5) for row in ({"step": step} | TIED, {"step": step, "eval/accuracy": 0.1})]
-    assert examine(rows[:8], make_context(patience=5)) == []
-    assert names(examine([*rows, {"step": 5} | TIED], make_context(patience=5))) == [("no_signal", 1, 5)]
+@pytest.mark.parametrize(
+    ("rows", "context", "found"),
+    [
+        # with num_iterations=2 every second row has no rewards; such rows used to break the series
+        (number([TIED | {"grad_norm": 0.2}, {"grad_norm": 0.2, "loss": 0.0}] * 3), {"patience": 4}, (1, 4)),
+        # with logging_steps=10, five steps without signal are less than one row
+        ([{"step": 10} | TIED], {"patience": 20, "logging_steps": 10}, None),
+        ([{"step": step} | TIED for step in (10, 20)], {"patience": 20, "logging_steps": 10}, (1, 20)),
+        # a held-out accuracy between two steps is no step: it would turn three tied ones into five
+        (EVALUATED[:8], {"patience": 5}, None),
+        (EVALUATED, {"patience": 5}, (1, 5)),
+    ],
+)  # fmt: skip
+def test_steps_are_counted_whatever_has_a_row(
+    rows: list[dict[str, Any]], context: dict[str, int], found: tuple[int, int] | None
+) -> None:
+    expected = [] if found is None else [("no_signal", *found)]
+    assert names(examine(rows, make_context(**context))) == expected
 
 
 def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
@@ -340,17 +333,3 @@ def test_means_are_over_the_last_rows_that_have_a_number() -> None:
     assert judge_metrics(rows, last=len(rows))[0].level == "alarming"
     assert judge_metrics([]) == [] and judge_metrics([{"kl": True}]) == []
     assert judge_metrics([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"
-
-
-def test_the_score_counts_before_the_reward_with_its_penalty() -> None:
-    """With beta above 0 the penalty keeps tied groups from being equal, and frac_reward_zero_std stays at 0."""
-    behind = WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}
-    assert [one.name for one in look([behind] * 4)] == ["no_signal"]
-    assert "frac_score_zero_std" in {one.name for one in judge_metrics([behind]) if one.level == "alarming"}
-
-
-def test_the_page_of_runs_has_every_rule() -> None:
-    """A warning that no page explains has to be looked up in the source."""
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    assert [name for name in RULES if f"| `{name}` |" not in text] == []
-    assert {one.rule for one in RANGES} - {""} <= set(RULES)

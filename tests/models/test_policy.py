@@ -50,6 +50,11 @@ def logits(policy: Any) -> Any:
         return policy.model(input_ids=ids).logits
 
 
+def change(file: Path, **settings: Any) -> None:
+    """Replace settings in a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
 def train_a_little(policy: Any) -> None:
     """Two steps of plain gradient descent on a fixed text, so that the adapter is no longer the identity."""
     ids = torch.tensor([[10, 20, 30, 40, 50, 60]])
@@ -146,11 +151,8 @@ def test_saving_leaves_the_reference_copy_behind_and_inference_the_mode(make_run
 @pytest.mark.slow
 def test_pad_token_is_not_the_end_token(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """With pad = end every padded completion looks ended, and the end of the others is masked out of the loss."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["pad_token"] = "<|im_end|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    change(folder / "tokenizer_config.json", pad_token="<|im_end|>")
     policy = load(make_run(name=folder))
     assert policy.tokenizer.pad_token == "<|endoftext|>" and policy.tokenizer.padding_side == "left"
     assert policy.model.config.pad_token_id == policy.model.generation_config.pad_token_id == 256
@@ -207,12 +209,18 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
-    """Two adapters for one model, or an adapter to continue where every parameter is to be trained."""
+    """Two adapters for one model, or an adapter to continue where every parameter is to be trained. And it remembers a
+    path: after a move of its base the message says which keys bring the two together again."""
     other = shutil.copytree(adapter, tmp_path / "other")
     text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
     text = refused(make_run(f"model.adapter={adapter}", "model.lora=null"))
     assert "model.lora is null" in text and "model.lora={}" in text
+    change(adapter / "adapter_config.json", base_model_name_or_path="/gone/model")
+    text = refused(make_run(name=adapter))
+    assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
+    change(adapter / "adapter_config.json", base_model_name_or_path=None)
+    assert "names no base model" in refused(make_run(name=adapter))
 
 
 @pytest.mark.slow
@@ -256,25 +264,11 @@ def test_an_adapter_knows_the_weights_that_it_was_trained_on(
 
 
 @pytest.mark.slow
-def test_adapter_whose_base_has_moved(make_run: Any, adapter: Path) -> None:
-    """The adapter remembers a path; after a move the message has to say which keys bring the two together again."""
-    file = adapter / "adapter_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/model"}))
-    text = refused(make_run(name=adapter))
-    assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
-    file.write_text(json.dumps(settings | {"base_model_name_or_path": None}))
-    assert "names no base model" in refused(make_run(name=adapter))
-
-
-@pytest.mark.slow
 def test_a_quantised_checkpoint_cannot_be_trained_whole(make_run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """A checkpoint that brings its own 4-bit weights needs no key to be quantised."""
-    folder = tmp_path / "model-bnb-4bit"
-    shutil.copytree(tiny_folder, folder)
-    settings = json.loads((folder / "config.json").read_text())
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model-bnb-4bit"))
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantised}))
+    change(folder / "config.json", quantization_config=quantised)
     text = refused(make_run("model.lora=null", name=folder))
     assert "cannot be trained" in text and "not quantised" in text
 

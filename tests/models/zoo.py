@@ -90,8 +90,7 @@ OTHER_LAYERS = {
 
 
 def make_model(kind: str, **config: Any) -> Any:
-    """A random model of a class in ZOO, in float32 and evaluation mode; the same at each call. Keywords change its
-    configuration."""
+    """A random model of a class in ZOO, in float32, the same at each call; keywords change its configuration."""
     text = "Text" if kind in MULTIMODAL else ""
     settings = getattr(transformers, f"{kind}{text}Config")(**BASE | ZOO[kind] | config)
     torch.manual_seed(0)

@@ -65,14 +65,10 @@ def test_what_the_last_error_holds_is_given_back(monkeypatch: pytest.MonkeyPatch
     kernel.release_memory(verbose=False)
     assert held[0]() is None and "torch" not in sys.modules
     assert str(caught.value) == "second" and str(caught.value.__cause__) == "'first'"
-
-
-def test_the_names_of_a_failed_cell_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell's frame has the notebook's own names as its variables: clearing it must not clear those."""
-    names: dict[str, Any] = {}
-    with pytest.raises(ZeroDivisionError) as caught:
+    names: dict[str, Any] = {}  # a cell's frame has the notebook's own names as its variables, which stay
+    with pytest.raises(ZeroDivisionError) as of_a_cell:
         exec("policy = [1, 2, 3]\n1 / 0", names)
-    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    monkeypatch.setattr(sys, "last_value", of_a_cell.value, raising=False)
     kernel.release_memory(verbose=False)
     assert names["policy"] == [1, 2, 3]
 
@@ -178,45 +174,31 @@ def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
         assert find_server(connection_file) is None
 
 
-@pytest.mark.parametrize("status", [302, 307])
-@pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_no_redirect_is_followed(listen, status, method):
-    """The address that a redirect names would get the token too."""
-    first, second = listen(), listen()
-    first.answer = lambda path: (status, {"Location": second.url}, b"")
-    with pytest.raises(ServerError, match=f"answered {method} with {status}"):
-        Server(first.url, TOKEN).ask(method)
-    assert [headers["Authorization"] for headers in first.headers] == [f"token {TOKEN}"]
-    assert not second.requests
-
-
-def test_the_token_is_in_no_error(listen):
-    """The HTTP library's own error reads: Illegal header value b'token ...'. A traceback in a shared notebook would
-    hand the server to every reader."""
-    server = listen()
+def test_what_is_no_jupyter_is_the_servers_error(listen):
+    """A thread that waits for the end died of it. An SSH server answers, too; a redirect's address would get the token,
+    and so would every reader of the HTTP library's error: Illegal header value b'token ...'."""
+    server, other = listen(), listen()
+    for status, headers, body, error in (
+        (200, {}, b"{", "cannot be queried: JSONDecodeError"),
+        (200, {}, b"\xff", "cannot be queried: UnicodeDecodeError"),
+        (200, {"Content-Length": "x"}, b"", "cannot be queried: RemoteProtocolError"),
+        (200, {"Content-Encoding": "gzip"}, b"<html>", "cannot be queried: DecodingError"),
+        (302, {"Location": other.url}, b"", "answered GET with 302"),
+        (307, {"Location": other.url}, b"", "answered GET with 307"),
+    ):
+        server.answer = lambda path, answer=(status, headers, body): answer
+        with pytest.raises(ServerError, match=error):
+            Server(server.url, TOKEN).ask("GET")
+    with pytest.raises(ServerError, match="answered DELETE with 307"):
+        Server(server.url, TOKEN).ask("DELETE")
+    assert {headers["Authorization"] for headers in server.headers} == {f"token {TOKEN}"} and not other.requests
+    with pytest.raises(ServerError, match="cannot be queried: ConnectError"):
+        Server("http://127.0.0.1:9/").ask("DELETE")
     for token in (f"{TOKEN}\n", f"{TOKEN}\r\nX: y", f"{TOKEN}ü"):
         with pytest.raises(ServerError, match="cannot be queried") as caught:
             Server(server.url, token).ask("GET")
         assert TOKEN not in str(caught.value)
-    assert not server.requests
     assert TOKEN not in repr(Server("http://127.0.0.1/", TOKEN))
-
-
-def test_what_is_no_jupyter_is_the_servers_error(listen):
-    """A thread that waits for the end of the kernel died of it without a word. An SSH server answers, too."""
-    server = listen()
-    for headers, body, error in (
-        ({}, b"{", "JSONDecodeError"),
-        ({}, b"\xff", "UnicodeDecodeError"),
-        ({}, b"<html>", "JSONDecodeError"),
-        ({"Content-Length": "x"}, b"", "RemoteProtocolError"),
-        ({"Content-Encoding": "gzip"}, b"<html>", "DecodingError"),
-    ):
-        server.answer = lambda path, answer=(200, headers, body): answer
-        with pytest.raises(ServerError, match=f"cannot be queried: {error}"):
-            Server(server.url).ask("GET")
-    with pytest.raises(ServerError, match="cannot be queried: ConnectError"):
-        Server("http://127.0.0.1:9/").ask("DELETE")
 
 
 # ------------------------------------------------------------------------------------------------ the runner

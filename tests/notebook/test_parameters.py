@@ -64,37 +64,25 @@ def test_none_leaves_a_key_to_the_file(tmp_path: Path) -> None:
 
 BARE = OWN.replace(": plain values", "")
 TYPO = OWN.replace("max_steps", "max_step")
-SIXTY = ["rloo.max_steps=60"]
+SIXTY, TWO = ["rloo.max_steps=60"], ["rloo.max_steps=2"]
 
 
 @pytest.mark.parametrize(
     ("cells", "overrides"),
     [
-        pytest.param([OWN], SIXTY, id="undeclared names are not overridden"),
-        pytest.param([OWN, "# Parameters\nmax_steps = 5\nseed = 3"], ["rloo.max_steps=5", "run.seed=3"], id="added"),
-        pytest.param(
-            [OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'"],
-            ["rloo.max_steps=2"],
-            id="papermill --inject-paths was refused for two names that were not misspelt",
-        ),
-        pytest.param(
-            [OWN, "seed = 'abc'; beta = object(); steps = 3", "x = 1  # Parameters", "# Parameters of a model\nn = 3"],
-            SIXTY,
-            id="run again after training, the cell took seed and beta of later cells for parameters",
-        ),
-        pytest.param([OWN + "beta = 0.5\n", OWN], SIXTY, id="a removed line no longer counts"),
-        pytest.param([TYPO, "x = 1", OWN], SIXTY, id="a corrected cell replaces the misspelt one"),
-        pytest.param([OWN, "# Parameters\nmax_step = 1", OWN], SIXTY, id="and papermill's before it"),
-        pytest.param(
-            [OWN, "# Parameters\nmax_step = 1", "# Parameters\nmax_steps = 1"],
-            ["rloo.max_steps=1"],
-            id="last added",
-        ),
-        pytest.param(
-            ["import os", BARE, "# Parameters\nmax_steps = 2"],
-            ["rloo.max_steps=2"],
-            id="a bare own cell",
-        ),
+        # undeclared names are not overridden; declared ones are, in papermill's cell too
+        ([OWN], SIXTY),
+        ([OWN, "# Parameters\nmax_steps = 5\nseed = 3"], ["rloo.max_steps=5", "run.seed=3"]),
+        # papermill --inject-paths was refused for two names that were not misspelt
+        ([OWN, "# Parameters\nmax_steps = 2\nPAPERMILL_INPUT_PATH = 'a'\nPAPERMILL_OUTPUT_PATH = 'b'"], TWO),
+        # run again after training, the cell took seed and beta of later cells for parameters
+        ([OWN, "seed = 'abc'; beta = object(); n = 3", "x = 1  # Parameters", "# Parameters of a model\nn = 3"], SIXTY),
+        # a removed line no longer counts, nor a misspelt cell that was corrected, nor papermill's before it
+        ([OWN + "beta = 0.5\n", OWN], SIXTY),
+        ([TYPO, "x = 1", OWN], SIXTY),
+        ([OWN, "# Parameters\nmax_step = 1", OWN], SIXTY),
+        ([OWN, "# Parameters\nmax_step = 1", "# Parameters\nmax_steps = 2"], TWO),
+        (["import os", BARE, "# Parameters\nmax_steps = 2"], TWO),
     ],
 )
 def test_which_cells_count(cells: list[str], overrides: list[str]) -> None:
@@ -126,14 +114,10 @@ def test_text_is_understood(name: str, given: Any, override: str) -> None:
         assert run.name == str(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("true", True), ("yes", True), (1, True), (True, True), ("False", False), ("off", False), (0, False)],
-)
-def test_switches_are_understood(given: Any, meant: bool) -> None:
+def test_switches_are_understood() -> None:
     """`-p overwrite true` arrives as the text 'true', and `bool("false")` is True."""
-    assert read(with_value("overwrite", given)).overwrite is meant
-    assert read(with_value("resume", given)).resume is meant
+    for given, meant in {"true": True, "yes": True, 1: True, "False": False, "off": False, 0: False}.items():
+        assert read(with_value("overwrite", given)).overwrite is read(with_value("resume", given)).resume is meant
 
 
 @pytest.mark.parametrize(
@@ -215,25 +199,16 @@ def test_without_cells_known_names_count(extra: dict[str, Any]) -> None:
         read_parameters({"max_steps": 3} | extra)
 
 
-def test_text_stays_text_in_overrides() -> None:
-    """`data.answer_after="####"` was null in the run, and a backslash outside of quotes was gone."""
-    items = (
-        'data.answer_after="####" \'data.system_prompt=Be brief # "no" filler\' sft.prompt_column=\\boxed run.name=007'
-    )
-    run = kit.load_config(*[(found := read(with_value("overrides", items))).config, *found.overrides])
-    assert (run.data.answer_after, run.data.system_prompt) == ("####", 'Be brief # "no" filler')
-    assert (run.sft.prompt_column, run.name) == ("\\boxed", "007")
-
-
 @pytest.mark.parametrize(
     ("text", "prompt"),
     [
         (r'"say \"hi\" now"', 'say "hi" now'), (r'"a\\b \d"', r"a\b \d"), (r"'a \"b\" \\'", r'a \"b\" \\'),
-        (r"\"x\"\ y", '"x" y'), (r"it\'s", "it's"), (r"a\b", r"a\b"), (r'"it\'s"', r"it\'s"),
+        (r"\"x\"\ y", '"x" y'), (r"it\'s", "it's"), (r"a\b", r"a\b"), (r'"it\'s"', r"it\'s"), ('"####"', "####"),
+        ("'Be brief # \"no\" filler'", 'Be brief # "no" filler'), (r"\boxed", r"\boxed"), ("007", "007"),
     ],
 )  # fmt: skip
 def test_quotes_are_escaped_as_on_the_command_line(text: str, prompt: str) -> None:
-    """The run had say \\hi\\ now: a backslash stayed, and the quotes were gone."""
+    """The run had say \\hi\\ now: a backslash stayed, and the quotes were gone. `answer_after="####"` was null."""
     assert read(with_value("overrides", f"data.system_prompt={text}")).overrides == [f"data.system_prompt={prompt}"]
 
 

@@ -29,23 +29,16 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "available_gib", lambda: 24.0)
 
 
-def tight_plan(**words: Any) -> Any:
-    """As many rows as the file says, on a GPU that holds them with 0.01 GiB to spare."""
-    run = load_config(THINKING, "rollout.rows=8", **words)
-    peak = plan_vram(run, 24).rollout_gib
-    return plan_vram(run, peak + planner.RESERVE_GIB + 0.01)
-
-
 def test_a_plan_by_a_hair_is_tight() -> None:
     """`rloo-kit plan` said "Fits: 0.01 GiB to spare" above its own note that the true figure is larger."""
-    plan = tight_plan()
+    run = load_config(THINKING, "rollout.rows=8")
+    plan = plan_vram(run, plan_vram(run, 24).rollout_gib + planner.RESERVE_GIB + 0.01)
     assert plan.headroom_gib == pytest.approx(0.01) and plan.verdict == "tight" and plan.fits
     reasons = " ".join(margin.reason for margin in plan.margins)
     assert "16 bit" in reasons and "not measured" in reasons
     assert "Tight: 0.01 GiB to spare" in str(plan) and "Fits" not in str(plan)
-    found = json.loads(json.dumps(plan.to_dict()))
-    assert found["verdict"] == "tight" and found["margin_gib"] == pytest.approx(plan.margin_gib, abs=0.001)
-    assert sum(one["gib"] for one in found["margins"]) == pytest.approx(plan.margin_gib, abs=0.01)
+    values = json.loads(json.dumps(plan.to_dict()))
+    assert sum(margin["gib"] for margin in values["margins"]) == pytest.approx(values["margin_gib"], abs=0.01)
 
 
 def test_the_exit_code_is_1_where_it_does_not_fit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,25 +69,25 @@ def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) 
         assert f"{seconds:.0f} s, 50 of them" in said and "timed just now" in said, "a busy machine is slower"
 
 
-def problem(run: RunConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(planner, "find_machine", lambda *_: machine)
-    return find_machine_problem(run)
-
-
 def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 4B model was downloaded to a laptop before anything said that it cannot train it."""
+
+    def problem(run: RunConfig, machine: Machine) -> Any:
+        monkeypatch.setattr(planner, "find_machine", lambda *_: machine)
+        return find_machine_problem(run)
+
     laptop = Machine("the CPU", 16.0, 0.3, False)
-    found = problem(load_config(THINKING), laptop, monkeypatch)
+    found = problem(load_config(THINKING), laptop)
     assert "No GPU" in found.found and ON_CPU in found.fix and "--gpu-gib" in found.fix
     gpu = Machine("a GPU", 11.2, 0.8, True)
-    assert problem(load_config(THINKING), gpu, monkeypatch) is None
-    assert problem(load_config(SMALL), laptop, monkeypatch) is None
+    assert problem(load_config(THINKING), gpu) is None
+    assert problem(load_config(SMALL), laptop) is None
     wanted = load_config(THINKING, "rollout.rows=16")
-    found = problem(wanted, gpu, monkeypatch)
+    found = problem(wanted, gpu)
     assert "does not fit" in found.found and found.fix == "set rollout.rows=8" and found.level == "warning"
-    found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True), monkeypatch)
+    found = problem(load_config(THINKING, "rloo.beta=0.05"), Machine("a GPU", 3.0, 0.8, True))
     assert found.level == "error" and "larger GPU" in found.fix
-    assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop, monkeypatch) is None
+    assert problem(load_config(THINKING, model={"name": "me/unknown"}), laptop) is None
 
 
 def test_the_configs_that_are_named_exist() -> None:
@@ -164,6 +157,10 @@ def test_evaluations_are_part_of_the_hours() -> None:
     assert step is not None and step.hours == pytest.approx((200 * step.seconds + step.evaluation_s) / 3600)
     assert step.evaluation_s > 3600 and f"{step.evaluation_s / 3600:.1f} of them evaluations" in str(step)
     assert step.to_dict()["evaluation_s"] == round(step.evaluation_s, 1)
+    plan = plan_vram(load_config(THINKING, "rloo.max_steps=100"), 12e9 / 2**30)
+    assert plan.step is not None and plan.step.gpu == "RTX 3060" and "computed, not measured" in str(plan.step)
+    assert f"{plan.step.seconds / 60:.0f} min, 100 steps {plan.step.hours:.3g} h" in " ".join(str(plan).split())
+    assert plan_vram(run, 140).step is None, "an unknown GPU's speed is not known"
 
 
 def test_a_gpu_is_known_by_its_name_and_size() -> None:
@@ -182,12 +179,3 @@ def test_a_gpu_is_known_by_its_name_and_size() -> None:
     ):
         found = find_gpu(name, gib)
         assert (found and (found.name, found.memory_gb)) == expected, name
-
-
-def test_the_plan_prints_it_where_it_knows_the_gpu() -> None:
-    """Two days were found out about on the second day."""
-    run = load_config(THINKING, "rloo.max_steps=100")
-    plan = plan_vram(run, 12e9 / 2**30)
-    assert plan.step is not None and plan.step.gpu == "RTX 3060" and "computed, not measured" in str(plan.step)
-    assert f"{plan.step.seconds / 60:.0f} min, 100 steps {plan.step.hours:.3g} h" in " ".join(str(plan).split())
-    assert plan_vram(run, 140).step is None, "an unknown GPU's speed is not known"

@@ -75,16 +75,13 @@ def test_the_curves_of_tools_are_there_with_tools() -> None:
 def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
     """With logging_steps=5, a row covers five rollouts; with num_iterations=2 the time of every second step was that
     of the step that samples, which is longer."""
-    metrics = [
-        {"step": step, "completions/mean_length": 10.0, "episode": 8 * step, "step_time": 2.0} for step in (5, 10, 12)
-    ]
+    row = {"completions/mean_length": 10.0, "step_time": 2.0}
+    metrics = [row | {"step": step, "episode": 8 * step} for step in (5, 10, 12)]
     assert tokens_generated(metrics) == 12 * 8 * 10
     assert titles(metrics) == [] and "tokens per second 40.0" in choose_curves(metrics, [])[1]
     samples = {"step_time": 3.0, "completions/mean_length": 10.0}
-    metrics = [
-        {"step": step, "episode": 8.0 * ((step + 1) // 2)} | (samples if step % 2 else {"step_time": 1.0})
-        for step in range(1, 6)
-    ]
+    steps = [{"step": step, "episode": 8.0 * ((step + 1) // 2)} for step in range(1, 6)]
+    metrics = [row | (samples if row["step"] % 2 else {"step_time": 1.0}) for row in steps]
     assert tokens_per_second(metrics) == 3 * 80 / (3 + 1 + 3 + 1 + 3)
     assert tokens_per_second(metrics, after=1) == 2 * 80 / (1 + 3 + 1 + 3)
     assert tokens_per_second(metrics, after=5) is None
@@ -96,10 +93,8 @@ def test_a_step_is_split_over_all_that_a_run_took() -> None:
     parts = {"time/rollout_s": 9.0, "time/reward_s": 0.25, "time/gradient_s": 2.25}
     old = [{"step": 1, "seconds": 50.0, "time/rollout_s": 40.0, "time/gradient_s": 9.0}]
     speed = {"time/decode_ms_per_token_step": 14.9, "time/tokens_per_s": 540.0}
-    new = [
-        {"step": 3, "seconds": 75.0, **parts, **speed},
-        {"step": 5, "seconds": 101.0, **parts, "time/evaluation_s": 1},
-    ]
+    new = [{"step": 3, "seconds": 75.0, **parts, **speed}]
+    new += [{"step": 5, "seconds": 101.0, **parts, "time/evaluation_s": 1}]
     found = split_time([*old, *new])
     assert found is not None
     text = "rollout 9 s (71 %), rewards 0.25 s (2 %), gradient 2.25 s (18 %), evaluation 0.5 s (4 %), the rest 0.75 s"

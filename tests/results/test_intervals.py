@@ -1,45 +1,12 @@
-"""Intervals and pass@k against published examples, brute force and simulation. No torch."""
+"""Intervals against published examples and simulation; the doctests have their formulas. No torch."""
 
-import itertools
-import math
 import random
 import statistics
 from collections.abc import Callable
 
 import pytest
 
-from rloo_kit.results.intervals import (
-    clustered,
-    mean_of_prompts,
-    paired_difference,
-    pass_at_k,
-    unpaired_difference,
-    wilson,
-)
-
-
-@pytest.mark.parametrize(
-    ("right", "num", "low", "high"),
-    # Newcombe 1998, Statistics in Medicine 17, 857-872, table I, method 3.
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_as_published(right: int, num: int, low: float, high: float) -> None:
-    """The textbook interval (p +- 1.96 se) has no width at 0 of 20 and leaves [0, 1] near its ends."""
-    estimate = wilson(right / num, num)
-    assert (round(estimate.low, 4), round(estimate.high, 4)) == (low, high)
-
-
-@pytest.mark.parametrize(
-    ("after", "before", "low", "high"),
-    # Newcombe 1998, Statistics in Medicine 17, 873-890, table II, method 10.
-    [((56, 70), (48, 80), 0.0524, 0.3339), ((10, 10), (0, 20), 0.6791, 1.0)],
-)
-def test_unpaired_difference_as_published(
-    after: tuple[int, int], before: tuple[int, int], low: float, high: float
-) -> None:
-    """Two evaluations of different prompts: the square-and-add interval."""
-    estimate = unpaired_difference(*(wilson(right / num, num) for right, num in (before, after)))
-    assert (round(estimate.low, 4), round(estimate.high, 4)) == (low, high)
+from rloo_kit.results.intervals import clustered, mean_of_prompts, paired_difference, wilson
 
 
 def test_completions_of_a_prompt_are_no_independent_trials() -> None:
@@ -50,53 +17,11 @@ def test_completions_of_a_prompt_are_no_independent_trials() -> None:
     agreeing = clustered([1.0] * 30 + [0.0] * 70, 8)
     assert agreeing.ends == pytest.approx(wilson(0.3, 100).ends, abs=1e-12)
     assert clustered([0.25] * 100, 8) == wilson(0.25, 100)  # no spread at all: as cautious as can be
+    assert (wilson(0.0, 20).low, round(wilson(0.0, 20).high, 4)) == (0.0, 0.1611)  # Newcombe 1998, table I, method 3
     rng = random.Random(0)
     independent = clustered([sum(rng.random() < 0.3 for _ in range(8)) / 8 for _ in range(2000)], 8)
     as_trials = wilson(independent.value, 16000)
     assert (independent.high - independent.low) == pytest.approx(as_trials.high - as_trials.low, rel=0.1)
-
-
-def test_clustered_interval_covers() -> None:
-    """A 95 % interval has to cover 95 %: simulated runs on prompts of different difficulty, 4 completions each."""
-    rng = random.Random(1)
-    hits = 0
-    for _ in range(600):
-        shares = [
-            sum(rng.random() < ease for _ in range(4)) / 4 for ease in (rng.betavariate(0.5, 1.0) for _ in range(60))
-        ]
-        estimate = clustered(shares, 4)
-        hits += estimate.low <= 1 / 3 <= estimate.high
-    assert 0.93 <= hits / 600 <= 0.97
-
-
-def test_paired_difference_is_bonett_and_prices() -> None:
-    """Their formula for matched pairs, written out from the counts of the pairs that changed."""
-    better, worse, num = 9, 3, 40
-    before = [0.0] * better + [1.0] * worse + [1.0] * 20 + [0.0] * (num - better - worse - 20)
-    after = [1.0] * better + [0.0] * worse + [1.0] * 20 + [0.0] * (num - better - worse - 20)
-    p_better, p_worse = (better + 1) / (num + 2), (worse + 1) / (num + 2)
-    half = 1.959964 * math.sqrt((p_better + p_worse - (p_better - p_worse) ** 2) / (num + 2))
-    estimate = paired_difference(before, after)
-    assert estimate.value == pytest.approx((better - worse) / num)
-    assert (estimate.low, estimate.high) == pytest.approx(
-        (p_better - p_worse - half, p_better - p_worse + half), abs=1e-6
-    )
-
-
-def test_interval_of_a_mean_reward() -> None:
-    """Student's t over the prompts left the reward's range (0.9 to 1.1 for a share), was open for one prompt and had no
-    width where all earn the same. Rewards of 0 and 1 keep Wilson's and Bonett and Price's, to the last bit."""
-    values = [0.5, -1.0, 2.0, 3.5]
-    padded = [*values, -1.0, 3.5]
-    half = 1.959964 * statistics.pstdev(padded) / math.sqrt(6)
-    assert mean_of_prompts(values, 1).ends == pytest.approx((1.25, 1.25 - half, 1.25 + half), rel=1e-6)
-    assert mean_of_prompts([0.5, 1.0, 0.0], 2) == clustered([0.5, 1.0, 0.0], 2)
-    assert mean_of_prompts([0.5, 1.0, 0.0], 1) != clustered([0.5, 1.0, 0.0], 1)
-    for equal in ([0.3], [0.3] * 5, [1.0, 0.9], [0.02, 0.02], [2.5] * 5, [-0.2] * 200, [0.12] * 9, [-0.5, 0.9]):
-        low, high = min(0, *equal), max(0, *equal)
-        found = mean_of_prompts(equal, 1)
-        assert found.low < found.value < found.high or 2.5 == found.value == found.high > found.low
-        assert (0 if low == 0 else min(low, -1)) <= found.low and found.high <= (0 if high == 0 else max(high, 1))
 
 
 def test_an_equal_change_of_two_prompts_is_no_certainty() -> None:
@@ -115,45 +40,28 @@ def test_an_equal_change_of_two_prompts_is_no_certainty() -> None:
 
 
 REWARDS: dict[str, Callable[[random.Random], tuple[float, float]]] = {
+    "right or wrong": lambda rng: (float(rng.random() < 0.3), float(rng.random() < 0.6)),
     "graded": lambda rng: (rng.random(), rng.random()),
-    "partial credit": lambda rng: (rng.choices(LEVELS, (6, 3, 1))[0], rng.choices(LEVELS, (2, 3, 5))[0]),
     "penalty": lambda rng: (-rng.betavariate(1, 3), -rng.betavariate(1, 4)),
-    "two rewards": lambda rng: (
-        (rng.random() < 0.3) + 0.2 * (rng.random() < 0.5),
-        (rng.random() < 0.6) + 0.2 * (rng.random() < 0.9),
-    ),
     "mean of four, skewed": lambda rng: tuple(
         sum(rng.choice((-0.5, 0.1, 2.0)) if rng.random() < ease else -0.5 for _ in range(4)) / 4
         for ease in [rng.random()] * 2
     ),
 }
-LEVELS = (0.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_interval_of_a_mean_reward_covers(name: str) -> None:
-    """A 95 % interval has to cover 95 %: the mean reward after, and its change on the same prompts. With 200 prompts it
-    is about as wide as Student's, which has too few with 5: it rarely covers where most earn the same."""
+    """A 95 % interval has to cover 95 %: the mean reward after, and its change on the same prompts. Student's, with 5
+    prompts, rarely covers where most earn the same."""
     rng = random.Random(name)
     draws = [REWARDS[name](rng) for _ in range(15_000)]
     truths = statistics.fmean(new for _, new in draws), statistics.fmean(new - old for old, new in draws)
     for num, trials in ((5, 400), (20, 250), (200, 100)):
-        hits, width, of_student = [0, 0], [0.0, 0.0], [0.0, 0.0]
+        hits = [0, 0]
         for _ in range(trials):
             before, after = zip(*rng.choices(draws, k=num), strict=True)
             found = mean_of_prompts(after, 1), paired_difference(before, after, 1)
-            differences = [new - old for old, new in zip(before, after, strict=True)]
-            for place, (estimate, values) in enumerate(zip(found, (after, differences), strict=True)):
+            for place, estimate in enumerate(found):
                 hits[place] += estimate.low <= truths[place] <= estimate.high
-                width[place] += estimate.high - estimate.low
-                of_student[place] += 2 * 1.972 * statistics.stdev(values) / math.sqrt(num)  # 1.972: for 199 degrees
         assert min(hits) / trials >= (0.92 if num < 200 else 0.89)
-        assert num < 200 or max(new / old for new, old in zip(width, of_student, strict=True)) < 1.07
-
-
-def test_pass_at_k_is_the_mean_over_all_draws() -> None:
-    """1 - (1 - c/n)^k is biased: the estimate has to be the share of all k-subsets that contain a right completion."""
-    for num, right, k in itertools.product((1, 4, 6), range(7), (1, 2, 4, 6)):
-        if right <= num and k <= num:
-            draws = list(itertools.combinations([True] * right + [False] * (num - right), k))
-            assert pass_at_k(right, num, k) == pytest.approx(sum(map(any, draws)) / len(draws))

@@ -41,7 +41,6 @@ def line(first: float, last: float) -> list[float]:
 
 
 CUT = {"completions/clipped_ratio": [0.97] * STEPS}
-TIED = {"frac_score_zero_std": [1.0] * STEPS}
 TIED_BRIEFLY = {"frac_score_zero_std": [1.0] * 3}
 RISING = {"reward": line(0.1, 0.6)}
 BROKEN = {"reward": [0.8] * 8 + [0.1] * 4, "entropy": [0.3] * 8 + [3.0] * 4}
@@ -72,89 +71,64 @@ class Case:
 
 
 CASES = {
-    "gamed in training": Case(
-        "gamed", ["unintended", "answer_reward fell", "; accuracy went"], "weights", HACKED, FLAT
-    ),
-    "learnt": Case(
-        "learnt", ["Accuracy rose from 20 % to 80 %", "greedy from 10 % to 90 %"], "", {}, UP, greedy=(20, 180)
-    ),
-    "learnt, then the limit": Case(
-        "learnt", ["Accuracy rose", "but 97% of the completions are truncated", "12 steps in a row", "greedy from"],
-        "raise rloo.max_completion_length (currently 120)", CUT, UP, greedy=FLAT,
-    ),
-    "by reward, then the limit": Case(
-        "learnt", ["The held-out reward rose from 0.20 to 0.80", "but 97% of the completions"], "max_completion_length",
-        CUT, reward=UP,
-    ),
+    "gamed in training": Case("gamed", ["unintended", "answer_reward fell", "; accuracy went"], "weights", HACKED,
+         FLAT),
+    "learnt": Case("learnt",
+         ["Accuracy rose from 20 % to 80 %", "greedy from 10 % to 90 %", "thinking from 5 to 19 tokens."], "", {}, UP,
+         greedy=(20, 180), tokens=(5, 19)),
+    "learnt, then the limit": Case("learnt",
+         ["Accuracy rose", "but 97% of the completions are truncated", "12 steps in a row", "greedy from"],
+         "raise rloo.max_completion_length (currently 120)", CUT, UP, greedy=FLAT),
+    "by reward, then the limit": Case("learnt",
+         ["The held-out reward rose from 0.20 to 0.80", "but 97% of the completions"], "max_completion_length", CUT,
+         reward=UP),
     "shorter": Case("learnt", ["As right with 33 %", "a loss of"], "", {}, FLAT, tokens=(900, 300)),
-    "shorter, then the limit": Case(
-        "learnt", ["As right with 33 %", "but 97% of"], "max_completion_length", CUT, FLAT, tokens=(900, 300)
-    ),
+    "shorter, then the limit": Case("learnt", ["As right with 33 %", "but 97% of"], "max_completion_length", CUT, FLAT,
+         tokens=(900, 300)),
     "gamed": Case("gamed", ["held-out reward rose", "but accuracy fell", "greedy from"], "weights", {}, DOWN, UP, DOWN),
     "worse": Case("broken", ["Accuracy fell from 80 % to 20 %", "greedy from 80 % to 20 %"], "lower rloo.learning_rate",
-                  {}, DOWN, greedy=DOWN),
+         {}, DOWN, greedy=DOWN),
     "worse, it broke": Case("broken", ["Accuracy fell"], "ten times", BROKEN, DOWN),
     "broke": Case("broken", ["The policy broke", "; accuracy went", "greedy"], "ten times", BROKEN, FLAT, greedy=DOWN),
     "broke, risen": Case("broken", ["The held-out reward rose", "but the policy broke"], "ten times", BROKEN, FLAT, UP),
-    "risen, but cut off": Case(
-        "no evidence",
-        ["The held-out reward rose from 0.20 to 0.80", "but 97% of the completions", "; accuracy went", "greedy from"],
-        "max_completion_length", CUT, FLAT, UP, FLAT,
-    ),
-    "risen in training, but cut off": Case(
-        "no evidence", ["The reward in training rose from 0.19 to 0.51", "but 97% of"], "max_completion_length",
-        CUT | RISING,
-    ),
-    "no signal": Case(
-        "no signal", ["Nothing could be learnt since step 1: 97% of", "12 steps in a row", "; accuracy went"],
-        "max_completion_length", CUT, FLAT, FLAT,
-    ),
-    "no signal, interrupted": Case(
-        "no signal", ["Nothing could be learnt", "the run ended early, at step 12"], "max_completion_length",
-        CUT, state="interrupted",
-    ),
-    "running": Case("no evidence", ["The run has not ended; it is at step 12"], "", {}, state="running"),
-    "tied": Case("no signal", ["In every step all completions"], "solved sometimes", TIED_BRIEFLY, FLAT),
-    "interrupted": Case(
-        "no evidence", ["The run ended early, at step 12 (interrupted)"], "--resume", {}, state="interrupted"
-    ),
-    "interrupted, risen": Case(
-        "no evidence", ["The reward in training rose", "but the run ended early"], "--resume", RISING,
-        state="interrupted",
-    ),
-    "a reward rose, accuracy did not": Case(
-        "no evidence", ["The held-out reward rose", "but accuracy went from 50.0 % to 51.5 %"], "data.test_size",
-        {}, SLIGHT, UP,
-    ),
-    "one reward of two rose": Case(
-        "no evidence", ["The held-out reward mine rose", "but accuracy went", "; the held-out reward fell"],
-        "max_steps", {}, FLAT, DOWN, evaluation={"mine": UP},
-    ),
+    "risen, but cut off": Case("no evidence",
+         ["The held-out reward rose from 0.20 to 0.80", "but 97% of the completions", "; accuracy went", "greedy from"],
+         "max_completion_length", CUT, FLAT, UP, FLAT),
+    "risen in training, but cut off": Case("no evidence",
+         ["The reward in training rose from 0.19 to 0.51", "but 97% of"], "max_completion_length", CUT | RISING),
+    "no signal": Case("no signal",
+         ["Nothing could be learnt since step 1: 97% of", "12 steps in a row", "; accuracy went"],
+         "max_completion_length", CUT, FLAT, FLAT),
+    "no signal, interrupted": Case("no signal", ["Nothing could be learnt", "the run ended early, at step 12"],
+         "max_completion_length", CUT, state="interrupted"),
+    "running": Case("no evidence", ["The run has not ended; it is at step 3"], "", TIED_BRIEFLY, state="running"),
+    "tied": Case("no signal", ["In every step all completions"], "rloo-kit sft", TIED_BRIEFLY, FLAT),
+    "tied but once": Case("no evidence", ["Accuracy went"], "train longer", {"frac_score_zero_std": [1, 0.5, 1]}, FLAT),
+    "interrupted": Case("no evidence", ["The run ended early, at step 12 (interrupted)"], "--resume", {},
+         state="interrupted"),
+    "interrupted, risen": Case("no evidence", ["The reward in training rose", "but the run ended early"], "--resume",
+         RISING, state="interrupted"),
+    "a reward rose, accuracy did not": Case("no evidence",
+         ["The held-out reward rose", "but accuracy went from 50.0 % to 51.5 %"], "data.test_size", {}, SLIGHT, UP),
+    "one reward of two rose": Case("no evidence",
+         ["The held-out reward mine rose", "but accuracy went", "; the held-out reward fell"], "max_steps", {}, FLAT,
+         DOWN, evaluation={"mine": UP}),
     "flat": Case("no evidence", ["Accuracy went from 50.0 % to 51.5 %", "greedy from 50 % to 50 %"], "data.test_size",
-                 {}, SLIGHT, greedy=FLAT),
-    "flat, weight 0": Case(
-        "learnt", ["The held-out reward rose"], "", {"rewards/answer_reward/mean": [0.0] * STEPS}, DOWN, UP, weight=0.0
-    ),
-    "cold start of weight 0": Case(
-        "no evidence", ["The held-out reward went"], "train longer", {"rewards/answer_reward/mean": [0.0] * STEPS},
-        FLAT, FLAT, weight=0.0,
-    ),
-    "accuracy of weight 0 rose": Case(
-        "no evidence", ["Accuracy rose from 20 % to 80 %", "but 97% of", "; the held-out reward went"],
-        "max_completion_length", CUT, UP, FLAT, weight=0.0,
-    ),
-    "greedy rose alone": Case(
-        "no evidence", ["Greedy accuracy rose from 5 % to 95 %", "but 97% of", "; accuracy went"],
-        "max_completion_length", CUT, FLAT, greedy=(10, 190),
-    ),
-    "cut off, in a short run": Case(
-        "no evidence", ["Accuracy went", "; 97% of the held-out completions are truncated"],
-        "raise rloo.max_completion_length (currently 120)", {}, FLAT, truncated=0.97,
-    ),
+         {}, SLIGHT, greedy=FLAT),
+    "flat, weight 0": Case("learnt", ["The held-out reward rose"], "", {"rewards/answer_reward/mean": [0.0] * STEPS},
+         DOWN, UP, weight=0.0),
+    "cold start of weight 0": Case("no evidence", ["The held-out reward went"], "train longer",
+         {"rewards/answer_reward/mean": [0.0] * STEPS}, FLAT, FLAT, weight=0.0),
+    "accuracy of weight 0 rose": Case("no evidence",
+         ["Accuracy rose from 20 % to 80 %", "but 97% of", "; the held-out reward went"], "max_completion_length", CUT,
+         UP, FLAT, weight=0.0),
+    "greedy rose alone": Case("no evidence", ["Greedy accuracy rose from 5 % to 95 %", "but 97% of", "; accuracy went"],
+         "max_completion_length", CUT, FLAT, greedy=(10, 190)),
+    "cut off, in a short run": Case("no evidence", ["Accuracy went", "; 97% of the held-out completions are truncated"],
+         "raise rloo.max_completion_length (currently 120)", {}, FLAT, truncated=0.97),
     "not evaluated": Case("no evidence", ["The run was not evaluated"], "run.evaluate", {}),
-    "not evaluated, risen": Case(
-        "no evidence", ["The reward in training rose", "but the run was not evaluated"], "run.evaluate", RISING
-    ),
+    "not evaluated, risen": Case("no evidence", ["The reward in training rose", "but the run was not evaluated"],
+         "run.evaluate", RISING),
 }  # fmt: skip
 
 
@@ -250,9 +224,8 @@ def test_no_combination_contradicts_its_page(tmp_path: Path) -> None:
         text = f"{case}, {rule}, {stopped}: {verdict}"
         rose = UP in (right, reward, greedy)
         assert not (rose and ("could be learnt" in verdict.sentence or verdict.kind == "no signal")), text
-        assert (verdict.kind == "learnt") == ((right or reward) == UP and (rule != "reward_hacking" or right == UP)), (
-            text
-        )
+        is_learnt = (right or reward) == UP and (rule != "reward_hacking" or right == UP)
+        assert (verdict.kind == "learnt") == is_learnt, text
         if UP in (right, reward) and right != DOWN and rule != "reward_hacking" and stopped != "running":
             assert " rose from 20 % to 80 %" in verdict.sentence or " rose from 0.20 to 0.80" in verdict.sentence, text
             assert verdict.sentence.index(" rose ") < 20, text

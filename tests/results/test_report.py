@@ -149,6 +149,12 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert {*flags} == {"never closed", "truncation"}, "they are in the curves where they show"
     assert 'aria-label="A step takes 2.5 s: rollout 1.5 s (60 %), rewards' in written
     assert "A step takes 2.5 s 1,280 tokens/s sampled rollout 1.5 s (60 %)" in text
+    # sent by mail or opened from a file server it has to look the same: nothing is fetched, only one script may run
+    assert not {"link", "iframe", "img", "object"} & set(page.tags) and page.tags.count("script") == 2
+    assert not page.values("src") and "@import" not in written and "url(" not in written
+    for target in page.values("href"):
+        assert not re.match(r"[a-z]+:|//", target), target
+    assert "default-src 'none'" in written and not [name for name, _ in page.attributes if name.startswith("on")]
 
 
 def test_the_evaluations_are_kept_beside_the_report(
@@ -166,17 +172,6 @@ def test_the_evaluations_are_kept_beside_the_report(
     text = words(write_report(run, result, *saved).read_text("utf-8"))
     status.unlink()
     assert 'Made by rloo-kit train a.yaml run.name="x y"' in text and "energy 12.3 Wh" in text
-
-
-def test_report_is_self_contained(written: str) -> None:
-    """Sent by mail or opened from a file server it has to look the same: nothing is fetched, and only one script may
-    run."""
-    page = Page(written)
-    assert not {"link", "iframe", "img", "object"} & set(page.tags) and page.tags.count("script") == 2
-    assert not page.values("src") and "@import" not in written and "url(" not in written
-    for target in page.values("href"):
-        assert not re.match(r"[a-z]+:|//", target), target
-    assert "default-src 'none'" in written and not [name for name, _ in page.attributes if name.startswith("on")]
 
 
 def test_nothing_of_a_model_becomes_markup(run: RunConfig, result: Any) -> None:

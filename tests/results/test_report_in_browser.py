@@ -94,6 +94,12 @@ def choose(browser: Browser, place: str, label: str, value: str) -> None:
     assert found, label
 
 
+def open_rollout(browser: Browser) -> None:
+    """Open the first rollout that is listed."""
+    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+
+
 def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) -> None:
     """The page's policy forbids requests, so an attempt would be a message on the console."""
     assert page.messages == [] and page.requests == [report.as_uri()]
@@ -105,9 +111,8 @@ def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) 
 @pytest.mark.slow
 def test_axe_finds_nothing_serious(page: Browser) -> None:
     """Labels, headings, contrast, roles: everything open, in both colours and widths."""
-    page.run(
-        "for (const one of document.querySelectorAll('details')) one.open = true; new Promise(requestAnimationFrame)"
-    )
+    page.run("for (const fold of document.querySelectorAll('details')) fold.open = true")
+    page.run("new Promise(requestAnimationFrame)")
     assert not violations(page)
 
 
@@ -132,11 +137,8 @@ def violations(page: Browser) -> list[tuple[str, str, list[str]]]:
         pytest.skip("no axe-core: npm install axe-core into a folder and name it in AXE_CORE")
     page.run(AXE.read_text(encoding="utf-8") + "; 0")
     found = page.run("axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations)")
-    return [
-        (one["id"], one["impact"], [node["html"][:160] for node in one["nodes"][:3]])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
+    serious = [rule for rule in found if rule["impact"] in ("serious", "critical")]
+    return [(rule["id"], rule["impact"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
 
 
 def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
@@ -162,12 +164,10 @@ def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, 
     choose(browser, "rollout-browser", "Step", "")
     choose(browser, "rollout-browser", "Show", "truncated")
     assert text_of(browser, "#rollout-browser .count") == "1 of 1 rollouts"
-    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(browser)
     assert "<script>alerted=1</script>" in text_of(browser, "#rollout-browser .body")
     choose(browser, "rollout-browser", "Show", "forced")
-    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(browser)
     assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
 
 
@@ -176,8 +176,7 @@ def test_the_turns_of_an_episode_are_shown_in_order(page: Browser) -> None:
     write it as an argument."""
     choose(page, "rollout-browser", "Show", "failed")
     assert text_of(page, "#rollout-browser .count") == "1 of 1 rollouts"
-    page.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    page.run("new Promise((done) => setTimeout(done, 50))")
+    open_rollout(page)
     body = text_of(page, "#rollout-browser .body")
     parts = ["hm", 'call look_up(word="</pre><script>', "result </pre><script>", "sum 3", "tool calls: 1"]
     assert [body.index(part) for part in parts] == sorted(body.index(part) for part in parts)
@@ -207,16 +206,3 @@ def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None
     browser.run("document.querySelector('#details summary').focus()")
     browser.press("Enter", 13)
     assert browser.run("document.querySelector('#details details').open") is True
-
-
-def test_without_scripts_the_results_are_there(browser: Browser, report: Path) -> None:
-    """A mail preview runs no scripts: verdict, numbers, curves and tables are in the file itself."""
-    browser.view(WIDE)
-    browser.call("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        browser.open(report)
-    finally:
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert count(browser, "noscript p") == 2 and "JavaScript" in text_of(browser, "main")
-    assert "Accuracy fell" in text_of(browser, ".verdict") and count(browser, ".panel svg") == 12
-    assert count(browser, "#prompts table") == 1 and count(browser, "#prompt-browser *") == 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from rloo_kit.results.intervals import Measured
 from rloo_kit.results.versus import compare_runs, write_comparison_page
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
+from tests.evaluations import around
 from tests.html_page import Page
 from tests.results.test_report import make_rollout
 
@@ -81,22 +81,15 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     assert "A step takes 12.3 s: rollout 9.1 s (74 %), rewards 0.3 s (2 %)," in " ".join(map(str.strip, lines))
 
 
-@pytest.mark.parametrize(
-    ("changes", "level", "key"),
-    [
-        ({"completions/clipped_ratio": 0.5}, "watch", "rloo.max_completion_length"),
-        ({"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}, "alarming", "every advantage is zero"),
-    ],
-)
-def test_each_sign_is_judged_with_its_key(
-    changes: dict[str, float], level: str, key: str, make_run: Callable[..., Path]
-) -> None:
+def test_each_sign_is_judged_with_its_key(make_run: Callable[..., Path]) -> None:
     """A level without the key to change leaves an agent guessing among sixty."""
-    folder = make_run(make_rows(**changes))
-    code, found = call_json(folder)
-    assert (code, found["level"]) == (int(level == "alarming"), level), found
-    assert key in found["actions"][0]
-    assert key in " ".join(call(folder)[1].split()), "the terminal says the same"
+    tied = {"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}
+    cut, key = {"completions/clipped_ratio": 0.5}, "rloo.max_completion_length"
+    for changes, level, words in ((cut, "watch", key), (tied, "alarming", "every advantage is zero")):
+        folder = make_run(make_rows(**changes), overrides=(f"run.name={level}",))
+        code, found = call_json(folder)
+        assert (code, found["level"]) == (int(level == "alarming"), level) and words in found["actions"][0], found
+        assert words in " ".join(call(folder)[1].split()), "the terminal says the same"
 
 
 def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., Path]) -> None:
@@ -128,15 +121,11 @@ def test_a_failed_run_and_one_without_metrics(make_run: Callable[..., Path]) -> 
 
 
 def make_row(completion: str, ids: list[int], **changes: Any) -> dict[str, Any]:
-    closed = 260 in ids
-    row = {
-        "step": 1, "group": 1, "prompt": "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>\n",
-        "completion": completion, "completion_ids": ids, "prompt_tokens": 9, "completion_tokens": len(ids),
-        "thinking_tokens": ids.index(260) if closed else None, "closed": closed, "truncated": not closed,
-        "answer_start": None, "forced": False, "kl": 0.0,
-        "rewards": {"answer_reward": 1.0}, "reward": 1.0, "advantage": 0.0, "columns": {"answer": "2"},
-    }  # fmt: skip
-    return row | changes
+    """A rollout's row; 260 is the id of the closing tag."""
+    closed, prompt = 260 in ids, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    row = {"completion": completion, "completion_ids": ids, "completion_tokens": len(ids), "closed": closed}
+    row |= {"thinking_tokens": ids.index(260) if closed else None, "truncated": not closed, "answer_start": None}
+    return make_rollout(1, 0) | row | {"prompt": prompt} | changes
 
 
 def test_thinking_and_answer_are_parted_where_the_row_says(make_run: Callable[..., Path]) -> None:
@@ -157,7 +146,7 @@ def test_thinking_and_answer_are_parted_where_the_row_says(make_run: Callable[..
     assert (found["truncated_share"], found["forced_share"]) == (0.25, 0.25)
     assert [one["forced"] for one in found["completions"]] == [False, False, True, False]
     printed = call(folder, "--completions", "9")[1]
-    assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 2" in printed
+    assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 9" in printed
 
 
 def test_the_turns_of_an_episode_are_read_in_order(make_run: Callable[..., Path]) -> None:
@@ -205,26 +194,29 @@ def test_long_texts_lose_their_middle_and_controls_are_pictured(make_run: Callab
 # ---------------------------------------------------------------------------------------------- several runs
 
 
-def measure(right: int, of: int = 100) -> Measured:
-    """Of `right` of the first `of` prompts, of 100."""
-    value, values = right / of, [1.0] * right + [0.0] * (of - right)
-    return Measured(value, max(value - 0.1, 0.0), min(value + 0.1, 1.0), of, values + [None] * (100 - of))
+def measure(right: int) -> Measured:
+    """Of `right` of 100 prompts."""
+    return around(right / 100, shares=[1.0] * right + [0.0] * (100 - right))
 
 
-def write_evaluation(
-    folder: Path, right: int, digest: str = "same", name: str = "after", of: int = 100, **changes: Any
-) -> None:
+def write_evaluation(folder: Path, right: int, digest: str = "same", name: str = "after", **changes: Any) -> None:
     """Write after.json with `right` of 100 prompts right; measures given by name come on top of the accuracy."""
-    measures = {"accuracy": measure(right, of)} | changes.pop("measures", {})
+    measures = {"accuracy": measure(right)} | changes.pop("measures", {})
     found = Evaluation("after", 100, 1, 1.0, 48, measures, prompts_digest=digest)
     RunDir(folder).write_json(f"{name}.json", found.to_dict() | changes)
 
 
 def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
-    """A difference is given with its interval and the keys that differ; one within the interval counts as none."""
+    """A difference is given with its interval and the keys that differ; one within the interval counts as none. Where
+    they do not compare, training rewards do not take the place: they would compare prompts."""
     a = make_run(make_rows())
     b = make_run(make_rows(), "finished", ("run.name=b", "rloo.learning_rate=0.01", "model.lora.r=8"))
     write_evaluation(a, 50)
+    assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, temperature=0.5)
+    assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
+    write_evaluation(b, 80, digest="other")
+    assert "measured on different prompts" in call_json(a, b)[1]["sentence"]
     for right, words in (
         (52, "b and made do not differ significantly"),
         (20, "made is ahead of b: accuracy +30 points, 95 % CI"),
@@ -239,17 +231,6 @@ def test_two_runs_are_compared(make_run: Callable[..., Path]) -> None:
     assert (first["after"]["accuracy"][0], second["after"]["accuracy"][0]) == (0.5, 0.8)
     printed = " ".join(call(a, b)[1].split())
     assert words in printed and "rloo.learning_rate 0.002 -> 0.01" in printed
-
-
-def test_runs_that_do_not_compare_say_why(make_run: Callable[..., Path]) -> None:
-    """Comparing training rewards instead would compare prompts."""
-    a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
-    write_evaluation(a, 50)
-    assert "b cannot be compared with made: one was not evaluated" in call_json(a, b)[1]["sentence"]
-    write_evaluation(b, 80, temperature=0.5)
-    assert "measured differently (temperature 1 and 0.5)" in call_json(a, b)[1]["sentence"]
-    write_evaluation(b, 80, digest="other")
-    assert "measured on different prompts" in call_json(a, b)[1]["sentence"]
 
 
 def test_three_runs_and_names_that_are_alike(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -346,23 +327,3 @@ def test_a_page_replaces_only_a_page(two_runs: list[Path], tmp_path: Path) -> No
     for words in ([*two_runs, "rloo.beta=0"], [two_runs[0], "--output", "x.html"], ["rloo.beta=0"]):
         refused = report(*words)
         assert refused.exit_code == 2 and "rloo-kit:" in refused.stderr, words
-
-
-def test_a_full_disk_ends_in_a_line(two_runs: list[Path]) -> None:
-    """A report on a full disk ended in a traceback. A test can set a limit on file size."""
-    run, limits = two_runs[0], resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
-        done = report(run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and "free some space" in done.output
-    assert not [path for path in run.iterdir() if path.name.endswith((".tmp", ".html"))]
-
-
-def test_the_lead_is_over_the_prompts_with_answers(two_runs: list[Path]) -> None:
-    """The sentence said 1,000 prompts when only 40 had an answer."""
-    for folder, right in zip(two_runs, (40, 80), strict=True):
-        write_evaluation(folder, right // 4, of=40)
-    lead = compare_runs(two_runs).runs[1].lead
-    assert lead is not None and lead.difference.count == 40

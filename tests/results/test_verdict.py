@@ -37,10 +37,6 @@ def evaluation(right: int, **changes: Any) -> Evaluation:
     return replace(found, **changes)
 
 
-def with_reward(found: Evaluation, values: list[float]) -> Evaluation:
-    return replace(found, measures=found.measures | {"reward": mean_of(values)})
-
-
 def thinks(found: Evaluation, tokens: float, **measures: Measured) -> Evaluation:
     lengths = mean_of([tokens * (0.9 + 0.2 * (number % 2)) for number in range(COUNT)])
     return replace(found, measures=found.measures | {THINKING: lengths} | measures)
@@ -78,24 +74,15 @@ def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("sides", "rule", "changes", "kind", "words", "advice"),
     [
-        ((200, 204), "", {}, "no evidence", "went from 50.0 % to 51.0 %", "rloo.max_steps"),
         ((396, 397), "", {}, "no evidence", "", "harder prompts"),
-        *((sides, "truncation", {}, "no signal", "what it saw", "rloo.key") for sides in ((200, 201), ())),
         # with logging_steps 5 and 62 steps every alarm counted as over
         ((), "truncation", {"steps": 62, "metrics": [{"step": 30}]}, "no signal", "what it saw", "rloo.key"),
-        ((300, 20), "", {}, "broken", "fell from 75 % to 5 %", "rloo.learning_rate"),
         ((300, 20), "", {"method": "sft"}, "broken", "", "lower sft.learning_rate or sft.num_train_epochs"),
         ((200, 201), "", {"method": "sft"}, "no evidence", "", "sft.num_train_epochs"),
-        ((300, 20), "broken_policy", {}, "broken", "fell from 75 % to 5 %", "rloo.key"),
-        ((), "broken_policy", {}, "broken", "what it saw", "rloo.key"),
-        ((200, 199), "reward_hacking", {}, "gamed", "what it saw", "rloo.key"),
         ((100, 300), "reward_hacking", {}, "learnt", "400 held-out prompts), but what it saw", "rloo.key"),
-        ((88,), "", {"steps": 7, "stopped": "interrupted"}, "no evidence", "step 7", "--resume"),
         ((88,), "", {"steps": 7, "stopped": "interrupted", "method": "sft"}, "no evidence", "step 7", "--overwrite"),
         # the cause of steps that are over
         ((300, 20), "truncation", {"metrics": [{"step": 40}]}, "broken", "fell", "lower rloo.learning_rate"),
-        ((88,), "", {"steps": 1, "stopped": "running", "metrics": [{"step": 1, "frac_score_zero_std": 1.0}]},
-         "no evidence", "has not ended", ""),
         ((88, 368), "", {"adapter_step": 10}, "learnt", "of step 10, so part of it is luck", ""),
     ],
 )  # fmt: skip
@@ -110,16 +97,6 @@ def test_what_is_concluded(
     assert advice in verdict.next if advice else not verdict.next
     assert "ask" not in verdict.commands[0] or kind == "learnt"
     assert changes.get("method") != "sft" or "rloo." not in verdict.next
-
-
-def test_a_rise_is_shown_with_greedy_accuracy_and_thinking(run: RunConfig) -> None:
-    """Sampled accuracy alone also rises if sampling only got sharper: "from 24 % to 94 %" was no evidence."""
-
-    def side(right: int, greedy: int, thinking: float) -> Evaluation:
-        return thinks(evaluation(right), thinking, greedy_accuracy=right_of_all(greedy))
-
-    verdict = judge_run(run, result(run), side(56, 4, 5.1), side(360, 396, 18.9))
-    assert verdict.sentence.endswith("prompts); greedy from 1 % to 99 %; thinking from 5 to 19 tokens.")
 
 
 @pytest.mark.parametrize(
@@ -155,11 +132,9 @@ def test_few_prompts_widen_the_margin_which_is_said(run: RunConfig) -> None:
     stood next to an interval from -4.3."""
 
     def side(count: int, wrong: range, tokens: float) -> Evaluation:
-        found = Evaluation("", count, 1, 1.0, 64, prompts_digest="same", forced_share=0.6)
-        lengths = mean_of([tokens + number % 3 for number in range(count)])
-        return replace(
-            found, measures={"accuracy": mean_of([float(n not in wrong) for n in range(count)]), THINKING: lengths}
-        )
+        right = mean_of([float(number not in wrong) for number in range(count)])
+        measures = {"accuracy": right, THINKING: mean_of([tokens + number % 3 for number in range(count)])}
+        return Evaluation("", count, 1, 1.0, 64, measures, prompts_digest="same", forced_share=0.6)
 
     verdicts = [
         judge_run(run, result(run), side(count, range(14), 900), side(count, range(shift, shift + 14), 300))
@@ -169,24 +144,6 @@ def test_few_prompts_widen_the_margin_which_is_said(run: RunConfig) -> None:
     assert "95 % CI -6.1 to 6.1" in verdicts[0].sentence
     assert verdicts[0].sentence.endswith("; a loss of 7 points is ruled out.")
     assert "data.test_size" in verdicts[1].next, "all that were held out are measured"
-
-
-def test_a_short_run_whose_groups_were_all_tied_had_no_signal(run: RunConfig) -> None:
-    """Three steps are too few for the health rule, and "train longer" would be bad advice."""
-    tied = [{"step": step, "frac_score_zero_std": 1.0} for step in (1, 2, 3)]
-    verdict = judge_run(run, result(run, steps=3, metrics=tied), evaluation(0), evaluation(0))
-    assert verdict.kind == "no signal" and "rloo-kit sft" in verdict.next
-    assert judge_run(run, result(run, metrics=tied), evaluation(396), evaluation(396)).kind == "no evidence"
-    tied[1]["frac_score_zero_std"] = 0.5
-    assert judge_run(run, result(run, metrics=tied), evaluation(0), evaluation(0)).kind == "no evidence"
-
-
-def test_reward_without_accuracy_is_gamed(run: RunConfig) -> None:
-    before = with_reward(evaluation(300), [0.2 + 0.001 * (number % 7) for number in range(COUNT)])
-    after = with_reward(evaluation(200), [0.9 + 0.001 * (number % 5) for number in range(COUNT)])
-    verdict = judge_run(run, result(run), before, after)
-    assert verdict.kind == "gamed" and "reward rose from 0.20 to 0.90" in verdict.sentence
-    assert "accuracy fell" in verdict.sentence
 
 
 def test_an_edited_reward_that_decides_is_not_compared_by_exact_match(run: RunConfig) -> None:

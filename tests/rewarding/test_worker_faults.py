@@ -73,7 +73,7 @@ def marked(mark: str, value: str | None = None) -> list[psutil.Process]:
 
 
 def own_run() -> str:
-    return system_worker._watch_over(os.getpid()).value
+    return system_worker._watch_over(os.getpid())
 
 
 CORE = ("detached_and_hangs", "calls_exit", "forged_pickle", "a_megabyte_of_error")
@@ -162,19 +162,6 @@ def test_a_worker_that_dies_before_a_call_is_replaced_with_its_reward() -> None:
     with pytest.raises(WholeBatchError, match="was killed with SIGKILL"):
         reward(prompts=["p"], completions=["good"], completion_ids=[[1]], column=[Deadly()])
     assert call(reward, "good") == [1.0]
-    reward.worker.close()
-
-
-def test_a_worker_that_leaks_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A reward that keeps every completion fills the machine's memory by the morning, and the run is what is killed."""
-    monkeypatch.setattr(system_worker, "MAX_GROWTH_GIB", 0.11)
-    reward = make("leaks", timeout_s=30.0)
-    assert call(reward, "good") == [1.0]
-    first = reward.worker._process.pid  # type: ignore[union-attr]
-    assert call(reward, "bad") == call(reward, "bad") == [1.0] and reward.worker.running
-    assert call(reward, "bad") == [1.0] and not reward.worker.running
-    assert "WARNING: 'fault_examples:leaks': its worker has grown from" in capsys.readouterr().out
-    assert call(reward, "good") == [1.0] and reward.worker._process.pid != first  # type: ignore[union-attr]
     reward.worker.close()
 
 

@@ -4,6 +4,7 @@ checkpoints are deleted and which stay."""
 import json
 import math
 import os
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from rloo_kit.cli import print_found
 from rloo_kit.results.pages import embed_json, make_page, show_text
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
-from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, read_checkpoint, seal
+from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, seal
 from rloo_kit.runs.files import (
     append_rows,
     git_revision,
@@ -37,16 +38,13 @@ def nothing_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "_saved", {})
 
 
-def test_a_save_that_fails_is_over_and_did_not_save(tmp_path: Path) -> None:
-    """A full disk would otherwise keep the kernel alive forever, or be reported as the adapter's location."""
-    with pytest.raises(OSError, match="full"), saving(tmp_path / "adapter"):
+def test_what_is_saved_is_named_once_and_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk would otherwise keep the kernel alive forever, or be reported as the adapter's location. And the
+    trainer's checkpoint saves the model into the same folder, inside its own save."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="full"), saving("adapter"):
         raise OSError("the disk is full")
     assert wait_for_saves(0) and saved_paths() == []
-
-
-def test_what_is_saved_again_is_named_once_and_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's checkpoint saves the model into the same folder, inside its own save."""
-    monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "a"):
         with saving(name), saving(name):
             assert running_saves() == [tmp_path / name]
@@ -107,7 +105,13 @@ def steps(folder, run=RUN):
 
 
 def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
-    """A foreign checkpoint-99999 counted as the newest, and the run's own checkpoints were deleted because of it."""
+    """A foreign checkpoint-99999 counted as the newest, and the run's own were deleted because of it. Without a run's
+    id, a second training in one output_dir deleted its own checkpoint-2 and kept an old checkpoint-4."""
+    write(4, run="", at=100)
+    write(2, run="", at=200)
+    prune(tmp_path, 1, "", needed=(2,))
+    assert steps(tmp_path, "") == [2]
+    shutil.rmtree(tmp_path / "checkpoint-2")
     for step in (1, 2, 10, 9):
         write(step)
     write(99999, run="ba9876543210")
@@ -122,21 +126,6 @@ def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
         assert steps(tmp_path) == [10, 9]
 
 
-def test_without_a_run_the_last_one_written_stays(tmp_path, write):
-    """A second training in one output_dir deleted its own checkpoint-2 and kept an old checkpoint-4."""
-    write(4, run="", at=100)
-    write(2, run="", at=200)
-    prune(tmp_path, 1, "", needed=(2,))
-    assert steps(tmp_path, "") == [2]
-
-
-def test_a_checkpoint_reads_back_as_it_was_sealed(write):
-    """A file name with two dots made a checkpoint unreadable."""
-    found = read_checkpoint(write(3))
-    assert found.step == 3 and found.run == RUN and found.find_damage() == ""
-    assert sorted(found.files) == ["optimizer.pt", "state..1"]
-
-
 HOSTILE = "\ud83d|\ude00|\0|\u2028|\x1b[31m|\u202eabc|</script><!--|\x85|\r\n" + "x" * 1_000_000
 ROW = {"step": 1, "text": HOSTILE, HOSTILE: [HOSTILE, math.nan]}
 
@@ -146,6 +135,7 @@ def test_files_survive_every_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     wanted = {"step": 1, "text": HOSTILE, HOSTILE: [HOSTILE, None]}
     assert read_json(saves.write_json(tmp_path / "a.json", ROW)) == wanted
     append_rows(tmp_path / "a.jsonl", [ROW, ROW])
+    append_rows(tmp_path / "a.jsonl", [])
     assert list(read_rows(tmp_path / "a.jsonl")) == [wanted] * 2
     Rollouts(tmp_path).append([ROW])
     assert next(iter(read_rollouts(tmp_path)))["text"] == HOSTILE

@@ -3,7 +3,6 @@ the rows of JSONL files: lines that are not rows, lines that were cut off."""
 
 import functools
 import gzip
-import math
 import os
 import random
 import signal
@@ -46,17 +45,6 @@ def test_what_was_written_is_read_in_order(tmp_path: Path) -> None:
     assert read_step(tmp_path) == rows_of(12) and read_step(tmp_path, 13) == []
     Rollouts(tmp_path).append(rows_of(12))  # a second rollout within one optimizer step
     assert list(read_rollouts(tmp_path)) == [*every(1, 12), *rows_of(12)] and len(step_files(tmp_path)) == 12
-
-
-def test_a_cut_at_any_step_leaves_what_was_written_up_to_it(tmp_path: Path) -> None:
-    """A resumed run repeats everything after its checkpoint."""
-    for step in (0, 3, 5, 6):
-        folder = tmp_path / str(step)
-        folder.mkdir()
-        write(folder, 5).cut(step)
-        assert list(read_rollouts(folder)) == every(1, min(step, 5))
-        write(folder, 9, first=step + 1)
-        assert list(read_rollouts(folder)) == [row for row in every(1, 9) if not 5 < row["step"] <= step]
 
 
 def test_deletion_takes_nothing_else(tmp_path: Path) -> None:
@@ -135,7 +123,7 @@ def die_after(changes: int, work: Callable[[], object]) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize("cut_at", [None, 1])
+@pytest.mark.parametrize("cut_at", [None, 0, 1])
 def test_sigkill_anywhere_loses_and_doubles_no_row(tmp_path: Path, cut_at: int | None) -> None:
     """Killed before each rename, deletion and sync of a write or a cut; then read, then resumed."""
     last = 3
@@ -204,21 +192,11 @@ def test_a_line_that_is_no_row_is_passed_over(path: Path, line: bytes) -> None:
 
 
 def test_a_file_that_cannot_be_read_has_no_rows(tmp_path: Path) -> None:
-    """A folder or a pipe instead of the file, a name that is too long, a compressed file that is not one."""
+    """A folder, a pipe, a name that is too long, a compressed file that is not one; NaN, which is not JSON, is None."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.gz").write_bytes(b'{"step": 1}\n')
     for name in ("missing", ".", "pipe", "x" * 5000, "nul\0"):
         assert list(read_rows(tmp_path / name)) == []
     assert list(read_rows(tmp_path / "text.gz")) == []
-
-
-def test_rows_are_written_as_json_for_every_reader(path: Path) -> None:
-    """NaN is not JSON, and UTF-8 cannot encode a lone surrogate: `json.dumps(..., ensure_ascii=False)` raised on
-    encoding."""
-    texts = ["数 é", "\ud83d", "\\\ud83d", "\0\n\u2028", "\ude00 x"]
-    append_rows(path, [{"kl": math.nan, "most": math.inf}, {"texts": texts}])
-    append_rows(path, [])
-    assert list(read_rows(path)) == [{"kl": None, "most": None}, {"texts": texts}]
-    assert "数 é" in path.read_text(encoding="utf-8") and path.read_bytes().count(b"\n") == 2
-    path.write_bytes(b'{"kl": NaN, "most": -Infinity}\n')
-    assert list(read_rows(path)) == [{"kl": None, "most": None}], "as other writers leave it"
+    (tmp_path / "nan").write_bytes(b'{"kl": NaN, "most": -Infinity}\n')
+    assert list(read_rows(tmp_path / "nan")) == [{"kl": None, "most": None}]

@@ -14,6 +14,7 @@ from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.runs.checkpoints import MANIFEST, seal
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.system.processes import count_processes
 
 CHECKPOINT_FILES = (
     "adapter_model.safetensors", "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
@@ -52,7 +53,7 @@ def with_checkpoint(run, step, run_id=None):
     for name in CHECKPOINT_FILES:
         (folder / name).write_text(f'{{"global_step": {step}, "of": "{name}"}}')
     run_id = RunDir(run.folder).id if run_id is None else run_id
-    seal(folder, step, run_id, run.to_yaml())
+    seal(folder, step, run_id, run.to_yaml(), count_processes())
     return folder
 
 
@@ -74,53 +75,42 @@ def contents(folder):
 
 
 def test_a_new_folder_records_what_the_run_is(run):
-    """A result cannot be reproduced without its configuration and versions. Passwords were hidden in the command that
-    made the run, but not in the one that resumes it."""
+    """A result cannot be reproduced without its configuration and versions, and a run that died would stay "running"
+    for whoever polls its status. Passwords were hidden in the command that made it, but not in the one that resumes."""
     words = "rloo-kit train x.yaml rollout.server_url=http://me:s3cret@host:1"
-    with pytest.raises(RuntimeError), RunDir.create(run) as run_dir:
-        assert run_dir.status()["state"] == "running"
-        run_dir.resume_command = f"{words} --resume"
-        run_dir.set_status("running", command=words)
-        raise RuntimeError
-    status = RunDir(run.folder).status()
+    for error, state in ((KeyboardInterrupt(), "interrupted"), (ValueError("bad"), "failed")):
+        with pytest.raises(type(error)), RunDir.create(run, overwrite=True) as run_dir:
+            assert run_dir.status()["state"] == "running"
+            run_dir.resume_command = f"{words} --resume"
+            run_dir.set_status("running", command=words)
+            raise error
+        status = RunDir(run.folder).status()
+        assert status["state"] == state and status["error"] == f"{type(error).__name__}: {error}".removesuffix(": ")
     assert status["resume"] == "rloo-kit train x.yaml rollout.server_url=http://(hidden) --resume"
     assert "s3cret" not in (run.folder / "status.json").read_text()
     text = (run.folder / "config.yaml").read_text()
     assert text.endswith(run.to_yaml()) and run_dir.id in text.splitlines()[0] and RunDir(run.folder).id == run_dir.id
     found = json.loads((run.folder / "versions.json").read_text())
     assert found["versions"]["python"].startswith("3.") and set(found["git"]) == {"revision", "changed"}
+    with RunDir.create(run, resume=True) as run_dir:
+        assert "error" not in run_dir.status(), "what was wrong before is over"
 
 
-def test_a_run_that_is_there_is_refused(run):
-    """Whatever state a run is in, only a flag may overwrite or resume it."""
-    for state in ("running", "finished"):
-        with RunDir.create(run, overwrite=True) as run_dir:
-            run_dir.set_status(state, step=7)
-        with pytest.raises(RunExistsError, match=f"{state} at step 7.*--resume.*--overwrite.*run.name=") as error:
-            RunDir.create(run)
-        assert isinstance(error.value, FileExistsError)
-
-
-def test_a_run_that_failed_before_its_first_step_can_be_started_again(run):
-    """A mistyped model name had to be fixed twice: in the command, and with --overwrite."""
-    with pytest.raises(ValueError, match="no such model"), RunDir.create(run):
-        raise ValueError("no such model")
-    with RunDir.create(run) as run_dir:
-        assert run_dir.status()["state"] == "running"
-
-
-@pytest.mark.parametrize("left", ["checkpoints", "metrics", "rollouts"])
+@pytest.mark.parametrize("left", ["", "checkpoints", "metrics", "rollouts"])
 def test_what_a_run_has_trained_is_never_taken_without_a_flag(run, left):
-    """Whether a run had started was read from `status.step`, which is written at logged steps only. With
-    rloo.logging_steps=10, a failure at step 6 and the same command again deleted checkpoints 1 to 5."""
+    """A mistyped model name had to be fixed twice: in the command, and with --overwrite. Whether a run had started was
+    then read from `status.step`, which is written at logged steps only: with rloo.logging_steps=10, a failure at step 6
+    and the same command again deleted checkpoints 1 to 5."""
     with RunDir.create(run) as run_dir:
         run_dir.set_status("failed", step=0)
-        if left != "checkpoints":
+        if left in ("metrics", "rollouts"):
             run_dir.append_jsonl(f"{left}.jsonl", [{"step": 1}])
     if left == "checkpoints":
         with_checkpoint(run, 5)
     before = contents(run.folder)
-    with pytest.raises(RunExistsError, match="--resume"):
+    if not left:
+        return RunDir.create(run).close()
+    with pytest.raises(FileExistsError, match="--resume.*--overwrite.*run.name="):
         RunDir.create(run)
     assert contents(run.folder) == before
 
@@ -171,17 +161,11 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 WAYS = {
     "truncated": truncate,
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "deleted": lambda path: path.unlink(),
-    "flipped": flip_a_bit,
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
 }
 
 
@@ -190,8 +174,7 @@ WAYS = {
                       ("optimizer.pt", "zeroed"), ("optimizer.pt", "deleted"), ("optimizer.pt", "flipped")]
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(run, name, way, capsys):
-    """Each of these ended in a traceback or went unnoticed: without its scheduler file a run continued at its peak
-    learning rate."""
+    """Each ended in a traceback or went unnoticed: without its scheduler file a run continued at its peak rate."""
     begin(run, step=6)
     newest = run.folder / "checkpoints" / "checkpoint-6"
     WAYS[way](newest / name)
@@ -221,7 +204,8 @@ def test_without_a_whole_checkpoint_nothing_is_started_over(run):
 
 
 def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
-    """--overwrite must not delete notes that a user keeps in a run's folder."""
+    """--overwrite must not delete notes that a user keeps in a run's folder. The checkpoints/ of two runs were links to
+    one large disk with other files, and --overwrite of one emptied it."""
     with RunDir.create(run) as first:
         first.append_jsonl("metrics.jsonl", [{"step": 1}])
         for name in ("before.json", "evaluations.jsonl", "best/evaluation.json"):
@@ -229,21 +213,15 @@ def test_overwrite_deletes_the_run_and_nothing_else(run, tmp_path):
             first.write_json(name, {})
     with_checkpoint(run, 3)
     (run.folder / "notes.txt").write_text("mine")
+    (run.folder / "checkpoints").rename(tmp_path / "large")
+    (run.folder / "checkpoints").symlink_to(tmp_path / "large")
+    with_checkpoint(run, 9, run_id="0123456789ab")
+    (tmp_path / "large" / "thesis.tex").write_text("...")
     with RunDir.create(run, overwrite=True) as run_dir:
         assert run_dir.read_jsonl("metrics.jsonl") == [] and run_dir.last_checkpoint() is None
         assert not any((run_dir / name).exists() for name in ("before.json", "evaluations.jsonl", "best"))
         assert run_dir.id != first.id
     assert (run.folder / "notes.txt").read_text() == "mine"
-
-
-def test_overwrite_leaves_what_others_keep_among_the_checkpoints(run, tmp_path):
-    """The checkpoints/ of two runs were links to one large disk with other files, and --overwrite of one emptied it."""
-    begin(run, step=2)
-    (run.folder / "checkpoints").rename(tmp_path / "large")
-    (run.folder / "checkpoints").symlink_to(tmp_path / "large")
-    with_checkpoint(run, 9, run_id="0123456789ab")
-    (tmp_path / "large" / "thesis.tex").write_text("...")
-    RunDir.create(run, overwrite=True).close()
     assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["checkpoint-9", "thesis.tex"]
 
 
@@ -282,8 +260,7 @@ def test_files_that_the_run_could_not_write_are_refused(run):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_does_not_hold_the_lock(run):
-    """A data loader's worker outlived a killed run, and its folder was "being written by another process", which was
-    dead."""
+    """A data loader's worker outlived a killed run, and its folder was "being written by another process"."""
     reader, writer = os.pipe()
     begun, begins = os.pipe()
     run_dir = RunDir.create(run)
@@ -363,33 +340,16 @@ def test_a_full_disk_is_said_in_a_line(run):
     assert RunDir(run.folder).status()["state"] == "failed"
 
 
-def test_resume_needs_a_run(run):
-    """A mistyped name with --resume would start from step 0 and look like a resume."""
+def test_a_run_is_written_by_one_at_a_time(run):
+    """Two jobs with one name would truncate each other's metrics; a mistyped --resume would start from step 0."""
     with pytest.raises(RunNotFoundError, match="start it without --resume"):
         RunDir.create(run, resume=True)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
         RunDir.create(run, resume=True, overwrite=True)
-
-
-def test_a_run_is_written_by_one_at_a_time(run):
-    """Two jobs with one name would each truncate the other's metrics."""
     with RunDir.create(run), pytest.raises(RunExistsError, match=f"{os.getpid()}.*run.name="):
         RunDir.create(run, resume=True)
     with RunDir.create(run, resume=True) as again:
         assert again.resumed
-
-
-def test_how_a_run_ended_is_recorded(run):
-    """A run that died would stay "running" for anyone who polls its status."""
-    for error, state in ((ValueError("bad"), "failed"), (KeyboardInterrupt(), "interrupted")):
-        with pytest.raises(type(error)), RunDir.create(run, overwrite=True) as run_dir:
-            run_dir.resume_command = "rloo-kit train x.yaml --resume"
-            raise error
-        status = RunDir(run.folder).status()
-        assert status["state"] == state and status["error"] == f"{type(error).__name__}: {error}".removesuffix(": ")
-        assert status["resume"] == "rloo-kit train x.yaml --resume"
-    with RunDir.create(run, resume=True) as run_dir:
-        assert "error" not in run_dir.status(), "what was wrong before is over"
 
 
 @pytest.mark.parametrize(("name", "reason"), [("a_file/x", "Not a directory"), ("y" * 300, "File name too long")])
@@ -429,3 +389,15 @@ def test_a_runs_config_finds_data_and_rewards_next_to_the_users_file(tmp_path, m
     monkeypatch.chdir(configs)  # found from here, so from here again, wherever the project is moved
     with RunDir.create(load_config(own)) as run_dir:
         assert load_config(run_dir.folder / "config.yaml").data.all_sources[0] == "task/rows.csv"
+
+
+@pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
+def test_a_run_goes_on_in_as_many_processes(run, monkeypatch, before, now, fix):
+    """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
+    monkeypatch.setenv("WORLD_SIZE", str(before))
+    begin(run, step=2)
+    monkeypatch.setenv("WORLD_SIZE", str(now))
+    with pytest.raises(ConfigError, match=f"trained in {before} process.*{fix}"):
+        RunDir.create(run, resume=True)
+    monkeypatch.setenv("WORLD_SIZE", str(before))
+    RunDir.create(run, resume=True).close()

@@ -45,10 +45,9 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_a_gpu_and_its_libraries(run_fresh: RunFresh, tmp_path: Path) -> None:
-    """Memory that a forgotten kernel holds is the commonest cause of running out of it. bitsandbytes imports without
-    its CUDA part and raises at the first 4-bit layer, after the download of the model. The loop stands in for methods
-    of TRL: another minor version may have other methods. vLLM 0.33 comes with another torch. And the report is made to
-    be pasted into an issue, so no secret is in it."""
+    """A forgotten kernel holds the memory that a run lacks. bitsandbytes imports without its CUDA part and raises at
+    the first 4-bit layer. Another TRL may have other methods, and vLLM 0.33 another torch. No secret is in what is
+    pasted."""
     (tmp_path / "work" / ".env").write_text(
         f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\nHF_ENDPOINT=http://me:{SECRET}@127.0.0.1:9\n{SECRET}\n"
     )
@@ -123,8 +122,7 @@ def test_a_hub_out_of_reach_warns_and_tells_no_password(monkeypatch: pytest.Monk
 
 
 def test_a_full_disk_fails_and_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that dies at its first checkpoint has cost an hour; and with XDG_CACHE_HOME on another disk, the space of
-    the wrong one was measured."""
+    """A run that dies at its first checkpoint has cost an hour; and the space of the wrong disk was measured."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_HOME", "HF_HUB_CACHE", "RLOO_KIT_CACHE"):
         monkeypatch.delenv(name, raising=False)

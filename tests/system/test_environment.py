@@ -44,21 +44,15 @@ def test_precision_follows_the_gpus_hardware(run_fresh: Run, gpus: list, variabl
     assert found.startswith(expected) and ("was 'bf16'; set to 'no'" in found) == (gpus is None)
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "message"),
-    [
-        ("auto", "unslot", "'unslot' is not a backend: use auto, unsloth, transformers"),  # fell through to the default
-        ("auto", "unsloth", r"Unsloth is not installed. pip install -e '.\[gpu\]'.*RLOO_KIT_BACKEND=transformers"),
-    ],
-)
-def test_a_backend_that_cannot_be_had_is_refused(
-    monkeypatch: pytest.MonkeyPatch, argument: str, variable: str, message: str
-) -> None:
-    """The message names the ways out."""
+def test_a_backend_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the ways out. `unslot` fell through to the default."""
     monkeypatch.setitem(sys.modules, "unsloth", None)  # type: ignore[arg-type]
-    monkeypatch.setenv("RLOO_KIT_BACKEND", variable)
-    with pytest.raises((ConfigError, SetupError), match=message):
-        choose_backend(argument, Gpu(0, "a GPU", 24.0, 20.0, (8, 0), "580.00"), "")
+    refused = "'unslot' is not a backend: use auto, unsloth, transformers"
+    missing = r"Unsloth is not installed. pip install -e '.\[gpu\]'.*RLOO_KIT_BACKEND=transformers"
+    for variable, message in (("unslot", refused), ("unsloth", missing)):
+        monkeypatch.setenv("RLOO_KIT_BACKEND", variable)
+        with pytest.raises((ConfigError, SetupError), match=message):
+            choose_backend("auto", Gpu(0, "a GPU", 24.0, 20.0, (8, 0), "580.00"), "")
     # a config that names its backend is not overruled by what a shell still holds
     assert choose_backend("transformers", None, "none") == ("transformers", "requested by backend=transformers")
 
@@ -84,8 +78,7 @@ def test_unsloths_cache_leaves_the_working_folder(run_fresh: Run, tmp_path: Path
 
 
 def test_a_read_only_home_moves_the_cache_to_a_folder_of_ones_own(run_fresh: Run, tmp_path: Path) -> None:
-    """Batch machines have homes that cannot be written. Unsloth's compiled code is imported from the folder in /tmp,
-    whose name is known to everybody."""
+    """Batch machines have read-only homes; code is imported from the folder in /tmp, whose name is known to all."""
     (tmp_path / "file").write_text("")  # a folder cannot be made below a file, for root neither
     code = "from rloo_kit.system.environment import cache_folder; print(cache_folder())"
     folder = tmp_path / f"rloo-kit-{os.getuid()}"
@@ -182,22 +175,16 @@ def test_the_root_is_found_from_a_folder_below(tmp_path: Path, repository: Path,
 
 
 @pytest.mark.usefixtures("environ")
-@pytest.mark.parametrize(
-    ("name", "before", "state"),
-    [
-        ("HF_TOKEN", "", "found in .env"),
-        ("HF_TOKEN", "from the shell", "found in the environment"),
-        ("CUDA_VISIBLE_DEVICES", "", "empty"),  # how a GPU is hidden
-    ],
-)
-def test_a_variable_that_is_set_wins_unless_it_is_empty(tmp_path: Path, name: str, before: str, state: str) -> None:
-    """With python-dotenv's override=False even an empty variable wins: `HF_TOKEN=` in a job file hid the real one."""
-    os.environ[name] = before
-    states, notes = load(tmp_path, f'export {name}="{SECRET}"\nWANDB_API_KEY=\n', name, "OTHER")
-    assert os.environ[name] == (SECRET if state == "found in .env" else before)
-    if before or name == "HF_TOKEN":
-        assert states == {name: state, "OTHER": "missing", "WANDB_API_KEY": "empty"}
-    assert SECRET not in repr(states) and not notes
+def test_a_variable_that_is_set_wins_unless_it_is_empty(tmp_path: Path) -> None:
+    """With python-dotenv's override=False even an empty variable wins: `HF_TOKEN=` in a job file hid the real one. An
+    empty CUDA_VISIBLE_DEVICES is how a GPU is hidden."""
+    for before, state in (("", "found in .env"), ("from the shell", "found in the environment")):
+        os.environ |= {"HF_TOKEN": before, "CUDA_VISIBLE_DEVICES": ""}
+        text = f'export HF_TOKEN="{SECRET}"\nWANDB_API_KEY=\nCUDA_VISIBLE_DEVICES=1\n'
+        states, notes = load(tmp_path, text, "HF_TOKEN", "OTHER")
+        assert (os.environ["HF_TOKEN"], os.environ["CUDA_VISIBLE_DEVICES"]) == (before or SECRET, "")
+        assert states == {"HF_TOKEN": state, "OTHER": "missing", "WANDB_API_KEY": "empty"}
+        assert SECRET not in repr(states) and not notes
 
 
 @pytest.mark.usefixtures("environ")

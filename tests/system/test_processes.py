@@ -15,10 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, ConfigError, SetupError
-from rloo_kit.runs.checkpoints import seal
-from rloo_kit.runs.folder import RunDir
 from rloo_kit.system import environment, processes
 from rloo_kit.system.gpu import Gpu, Gpus
 
@@ -44,21 +41,12 @@ def be(monkeypatch):
     return become
 
 
-def run_in(folder):
-    return RunConfig(
-        run={"name": "run", "output_dir": str(folder)},
-        model={"name": "embedded/thinking"},
-        data={"source": "embedded/addition"},
-        rewards=[{"name": "answer_reward"}],
-        rloo={"max_steps": 1},
-    )
-
-
 # ---- who is who
 
 
 def test_a_process_knows_its_place(be, capsys):
-    """A rank that took itself for the first one would write over the first one's files."""
+    """A rank that took itself for the first one would write over the first one's files. A RANK that an earlier launch
+    left behind makes this the second of one process: nothing would be written."""
     assert (processes.count_processes(), processes.process_index(), processes.local_index()) == (1, 0, 0)
     assert processes.is_main_process() and not processes.is_distributed()
     be(1)
@@ -72,22 +60,14 @@ def test_a_process_knows_its_place(be, capsys):
     assert processes.process_index() == processes.local_index() == 0
     be("", "")  # some schedulers export empty variables
     assert processes.process_index() == 0 and processes.count_processes() == 1
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK is 'first'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2"),
-        ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE 1"),
-    ],
-)
-def test_impossible_ranks_are_refused(variables, message, monkeypatch):
-    """A RANK that an earlier launch left behind makes this the second of one process: nothing would be written."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        processes.process_index()
+    for rank, count, message in (
+        ("first", 2, "RANK is 'first'"),
+        (2, 2, "RANK is 2 and WORLD_SIZE 2"),
+        (1, "", "SIZE 1"),
+    ):
+        be(rank, count)
+        with pytest.raises(ConfigError, match=message):
+            processes.process_index()
 
 
 def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
@@ -104,59 +84,33 @@ def test_collectives_of_one_process_return_their_input_without_torch(run_fresh):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
-def test_a_run_goes_on_in_as_many_processes(tmp_path, be, before, now, fix):
-    """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
-    run = run_in(tmp_path)
-    be(0, before)
-    with RunDir.create(run) as run_dir:
-        run_dir.set_status("interrupted", step=1)
-        checkpoint = Path(run.folder) / "checkpoints" / "checkpoint-1"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "trainer_state.json").write_text("{}")
-        seal(checkpoint, 1, **run_dir.checkpoint_record)
-    be(0, now)
-    with pytest.raises(ConfigError, match=f"trained in {before} process.*{fix}"):
-        RunDir.create(run, resume=True)
-    be(0, before)
-    RunDir.create(run, resume=True).close()
-
-
 # ---- the backend
 
 
-@pytest.mark.parametrize("how", ["argument", "variable", "imported", "found"])
-def test_several_processes_take_transformers(how, be, monkeypatch):
+def test_several_processes_take_transformers(be, monkeypatch):
     """Unsloth would have been taken without a word, and hung or trained one copy a GPU."""
     monkeypatch.setattr(environment, "is_importable", lambda name: True)
-    if how == "variable":
-        monkeypatch.setenv(environment.BACKEND_VARIABLE, "unsloth")
-    if how == "imported":
-        monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     be(1, 4)
     why = "4 processes, and Unsloth trains on one GPU"
-    if how == "found":
-        assert environment.choose_backend("auto", GPU, "") == ("transformers", why)
-    else:
+    assert environment.choose_backend("auto", GPU, "") == ("transformers", why)
+    for requested, variable, imported in (("unsloth", "", None), ("auto", "unsloth", None), ("auto", "", object())):
+        monkeypatch.setenv(environment.BACKEND_VARIABLE, variable)
+        monkeypatch.setitem(sys.modules, "unsloth", imported)
         with pytest.raises(SetupError, match=why):
-            environment.choose_backend("unsloth" if how == "argument" else "auto", GPU, "")
+            environment.choose_backend(requested, GPU, "")
 
 
 @pytest.mark.parametrize(
-    ("backend", "variable", "message"),
-    [
-        ("unsloth", None, "set model.backend=transformers"),  # in a notebook whose set-up did not name it
-        ("auto", "ACCELERATE_USE_FSDP", "FSDP cannot shard 4-bit weights"),
-    ],
+    ("backend", "fsdp", "message"),  # the first in a notebook whose set-up did not name it
+    [("unsloth", False, "set model.backend=transformers"), ("auto", True, "FSDP cannot shard 4-bit weights")],
 )
-def test_a_config_that_several_processes_cannot_have_is_refused(backend, variable, message, be, monkeypatch):
+def test_a_config_that_several_processes_cannot_have_is_refused(backend, fsdp, message, be, monkeypatch):
     """accelerate keeps 4-bit weights whole on each GPU under FSDP 2: sharding would save nothing, without a word."""
     from rloo_kit.models.policy import _choose
 
     be(0)
-    if variable:
-        monkeypatch.setenv(variable, "true")
-    model = SimpleNamespace(backend=backend, load_in_4bit=variable is not None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp).lower())
+    model = SimpleNamespace(backend=backend, load_in_4bit=fsdp)
     with pytest.raises(BackendError, match=message):
         _choose(SimpleNamespace(model=model), SimpleNamespace(unsloth=None))
     model.backend, model.load_in_4bit = "auto", False
@@ -309,6 +263,14 @@ def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, messa
     assert message in text and bool(text) == bool(message)
 
 
+@pytest.fixture
+def callbacks(monkeypatch):
+    from rloo_kit.loop import callbacks
+
+    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
+    return callbacks
+
+
 def wait_for_a_reward(seconds):
     """As a step that waits for an async reward."""
     from rloo_kit.rewarding.guard import guard
@@ -321,44 +283,34 @@ def wait_for_a_reward(seconds):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_step_that_waits_for_a_reward(monkeypatch, capsys, number):
+def test_a_signal_ends_a_step_that_waits_for_a_reward(callbacks, capsys, number):
     """A judge that accepts a request and never replies held the step, and with it the process, for six minutes. What
     comes in time is waited for; a signal before the step asks the judge works too."""
-    from rloo_kit.loop import callbacks
-    from rloo_kit.rewarding.guard import PENDING
-
-    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
     with callbacks.Interrupts() as interrupts:
         os.kill(os.getpid(), number)
         assert wait_for_a_reward(0.2) == wait_for_a_reward(0.2) == [1.0] and interrupts.requested
         time.sleep(0.5)  # samples again, without a reward to wait for
         with pytest.raises(KeyboardInterrupt):
             wait_for_a_reward(60.0)
-        (call,) = PENDING
-    assert call.cancelled() and not PENDING
+        (call,) = callbacks.PENDING
+    assert call.cancelled() and not callbacks.PENDING
     assert "no reward came in 3 s: stopping at once" in capsys.readouterr().out
 
 
-def test_no_signal_comes_while_the_state_is_saved(monkeypatch):
+def test_no_signal_comes_while_the_state_is_saved(callbacks):
     """After a second Ctrl-C the reward is still due: a third one of the kit's own would cut the checkpoint off."""
-    from rloo_kit.loop import callbacks
-    from rloo_kit.rewarding.guard import PENDING
-
-    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 3.0)
     with callbacks.Interrupts():
         os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             wait_for_a_reward(60.0)
-        assert PENDING
+        assert callbacks.PENDING
         time.sleep(3.5)  # saves
-    assert not PENDING
+    assert not callbacks.PENDING
 
 
-def test_without_a_signal_a_reward_may_take_its_time(monkeypatch):
+def test_without_a_signal_a_reward_may_take_its_time(callbacks, monkeypatch):
     """Guards against a run that ends because its judge is slow, and a thread that ends what comes after the run."""
-    from rloo_kit.loop import callbacks
-
     monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 0.2)
     with callbacks.Interrupts():
         assert wait_for_a_reward(0.8) == [1.0]
@@ -368,10 +320,8 @@ def test_without_a_signal_a_reward_may_take_its_time(monkeypatch):
     assert not any(thread.name == "rloo-kit-interrupts" for thread in threading.enumerate())
 
 
-def test_one_ctrl_c_that_comes_twice_counts_once(be):
+def test_one_ctrl_c_that_comes_twice_counts_once(be, callbacks):
     """Terminal and launcher both pass it on: the second one would have cut the step off in the middle."""
-    from rloo_kit.loop import callbacks
-
     be(0)
     with callbacks.Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
