@@ -137,7 +137,9 @@ def _measure(
     printed_at = time.monotonic()
     each = " by each process" if is_distributed() else ""
     for start in range(0, len(todo), prompts_at_once):
-        rows, judge.gold = map(list, zip(*todo[start : start + prompts_at_once], strict=True))
+        chunk = todo[start : start + prompts_at_once]
+        rows = [row for row, _ in chunk]
+        judge.gold = [answer for _, answer in chunk]
 
         def report(done: int, total: int, start: int = start) -> None:
             nonlocal printed_at

@@ -436,12 +436,11 @@ class JudgeReward(AnswerReader, Judge):
                 return [failure] * len(group), None
 
         outcomes = await asyncio.gather(*map(judged, groups))
-        counts = self.counts
-        metrics = {name: counts[name] for name in ("calls", "tokens", "retries", "failed")}
-        if asked := counts["calls"] + counts["cached"]:
-            metrics["cached_ratio"] = counts["cached"] / asked
-        if counts["calls"]:
-            metrics["latency_s"] = counts["seconds"] / counts["calls"]
+        metrics = {name: self.counts[name] for name in ("calls", "tokens", "retries", "failed")}
+        if asked := self.counts["calls"] + self.counts["cached"]:
+            metrics["cached_ratio"] = self.counts["cached"] / asked
+        if self.counts["calls"]:
+            metrics["latency_s"] = self.counts["seconds"] / self.counts["calls"]
         if agreements := [agreement for _, agreement in outcomes if agreement is not None]:
             metrics["agreement"] = sum(agreements) / len(agreements)
         for name, value in metrics.items():

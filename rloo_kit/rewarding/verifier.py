@@ -61,7 +61,6 @@ class Verifier(AnswerReader):
     """
 
     caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
-
     answer_timeout_s: float = 5.0
     timeout_s: float = 30.0
 
