@@ -86,4 +86,4 @@ def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
     from rloo_kit.errors import ConfigError
 
     with pytest.raises(ConfigError, match="120 tokens and 9 more .* loaded for 128: raise model.max_seq_length"):
-        generate_completions(load(), ["a" * 120], max_completion_length=9)
+        generate_completions(load(), ["a" * 120], limits=9)
