@@ -109,11 +109,8 @@ def template_options(run: RunConfig) -> dict[str, bool]:
 
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
-    budgets = {
-        "thinking_budget": run.rloo.thinking_budget,
-        "thinking_budget_total": run.rloo.thinking_budget_total,
-    }
-    for key, budget in budgets.items():
+    for key in ("thinking_budget", "thinking_budget_total"):
+        budget = getattr(run.rloo, key)
         if budget is not None and not thinks(family, run.model.enable_thinking):
             raise ConfigError(
                 f"rloo.{key} is {budget}, but this model does not think (family {family}, "

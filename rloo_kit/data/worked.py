@@ -143,14 +143,7 @@ def _render_completion(
     tokenizer: Any, prompt: str, answer: str, thought: str | None, thinking: bool, where: str
 ) -> str | None:
     """The completion after the rendered `prompt`, without the end token; None if its thinking is never closed.
-
-    Args:
-        answer: the whole demonstration without its end token, or what follows the thinking if `thought` is given.
-        thinking: whether the model thinks. where: names the row in errors.
-
-    Raises:
-        DataError: unexpected thinking tags or control tokens.
-    """
+    `answer` is the whole demonstration, or what follows the thinking if `thought` is given."""
     text = answer if thought is None else f"{thought.strip()}\n{THINK_END}\n\n{answer}"  # as the Qwen3 models write it
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):

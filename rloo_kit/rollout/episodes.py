@@ -4,7 +4,6 @@ A turn that has ended is parsed by transformers; its calls are made in the tools
 sampled; the results are rendered as the chat template does and tokenized alone. No sampled id changes.
 """
 
-import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -117,8 +116,7 @@ class Episodes:
         self.episodes = [Episode() for _ in rows]
         started = self.toolbox.reset(range(len(rows)), rows)
         form, limit = self.parser.form, self.toolbox.max_prompt_length
-        pairs = zip(rows, started, strict=True)
-        self.prompts = [add_observation(row, result.content, form, limit) for row, result in pairs]
+        self.prompts = [form.observe(row, result.content, limit) for row, result in zip(rows, started, strict=True)]
         for episode, result in zip(self.episodes, started, strict=True):
             if result.kind == "failed":
                 episode.calls.append(("reset", result.kind))
@@ -188,11 +186,3 @@ class Episodes:
                 content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
                 episode.messages.append({"role": "assistant", "content": content})
         return self.episodes
-
-
-def add_observation(row: dict[str, Any], text: str, form: ToolFormat | None = None, limit: int | None = None) -> Any:
-    """`ToolFormat.observe`; without a format, of a prompt in ChatML whose last turn is the user's."""
-    if form is not None:
-        return form.observe(row, text, limit)
-    head, end, rest = row["prompt"].rpartition("<|im_end|>")
-    return head + re.sub(r"<(?=[|/a-z])", "< ", text) + end + rest
