@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.data.sources import DataSource
+from rloo_kit.data.sources import DataSource, Part
 from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
 from rloo_kit.system.versions import is_importable
@@ -27,7 +27,7 @@ _TASKS = json.loads(Path(__file__).with_name("gym_tasks.json").read_text(encodin
 SOUND: tuple[str, ...] = tuple(_TASKS["offered"])
 REFUSED: dict[str, str] = _TASKS["refused"]
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
-GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # defaults: if data.num_prompts is null; if data.test_size is a share
+GYM_TEST_PROMPTS = 200  # if data.test_size is a share
 MOST_PROMPTS = 100_000
 BLOCK = 2**20  # seeds reserved for each source of a run
 MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
@@ -71,36 +71,24 @@ def first_seed(seed: int, number: int) -> int:
     return random.Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
 
 
-def read_gym(
-    source: str,
-    options: dict[str, Any] | None,
-    level: int | None,
-    count: int,
-    start: int,
-    key: str,
-    count_key: str,
-    options_key: str = "data.options",
-) -> DataSource:
-    """`count` rows with different questions; if the task has fewer, all and a note, or with `count_key` an error.
-
-    Args:
-        source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
-        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: the keys of the
-            source, `count` and the options, for errors; `count_key` is empty if `count` is a default.
+def read_gym(part: Part, start: int) -> DataSource:
+    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on
+    (`first_seed`), with different questions; if the task has fewer, all and a note, or with `count_key` an error.
 
     Raises:
         DataError: a task that does not exist or is refused; options or a level that it does not have; rows that cannot
             be drawn. SetupError: the library is not installed.
     """
-    task, options = source.removeprefix(GYM_PREFIX), options or {}
+    source, key, count, count_key, level = part.source, part.key, part.count, part.count_key, part.level
+    task, options = source.removeprefix(GYM_PREFIX), part.options or {}
     check_task(task, key)
     require_library(f"{key}: {source}")
     if count > MOST_PROMPTS:
         wanted = count_key or "data.num_prompts"
         raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
-    blamed = options_key if options or level is None else _level_key(options_key)
+    blamed = part.options_key if options or level is None else _level_key(part.options_key)
     try:
-        entries, drawn, left_out = _draw(task, json.dumps(options), level, options_key, start, count)
+        entries, drawn, left_out = _draw(task, json.dumps(options), level, part.options_key, start, count)
     except LateError:
         settings = options or ("its defaults" if level is None else f"the values of level {level}")
         limits = f"{BUILD_LIMIT_S:g} s to set up or more than {ROW_LIMIT_S:g} s to draw one question"

@@ -17,10 +17,12 @@ from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
-from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
+from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
+    GYM_PROMPTS,
     Columns,
     DataSource,
+    Part,
     arrow_column,
     find_file,
     is_plain,
@@ -132,36 +134,6 @@ def _asked(run: RunConfig, tokenizer: Any) -> str:
 
 
 # ---- the sources of a run
-
-
-@dataclass(frozen=True)
-class Part:
-    """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
-
-    Attributes:
-        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
-            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
-            source in the run, 0 for the test source.
-    """
-
-    source: str
-    columns: Columns
-    subset: str | None = None
-    split: str | None = None
-    answer_after: str | None = None
-    key: str = "data.source"
-    split_key: str = "data.split"
-    options: dict[str, Any] | None = None
-    level: int | None = None
-    options_key: str = "data.options"
-    count: int = GYM_PROMPTS
-    count_key: str = ""
-    number: int = 1
-
-    @property
-    def answer_key(self) -> str:
-        """Key and name of the answer's column, for errors."""
-        return f"{self.columns.prefix}answer_column: {self.columns.answer}"
 
 
 def needs_stack(run: RunConfig) -> bool:
@@ -296,16 +268,15 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
-        asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
-        return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
+        return read_gym(part, first_seed(run.data.seed, part.number))
     if part.source.startswith(LIBRARY):
         rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
         return replace(read_given_rows(rows, Columns()), name=part.source)
     path = find_file(part.source, run.source, part.key)
     if path is None:
-        return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
+        return read_hub(part)
     if path.is_dir():
-        return read_folder(path, part.split, part.split_key, part.columns)
+        return read_folder(path, part)
     return read_data_file(path, part.columns)
 
 
