@@ -562,7 +562,7 @@ def _datasets(*sides: Side) -> list[Any]:
     columns: dict[str, Any] = {"prompt": sides[0].texts} | answers
     if (added := source.added_name) not in source.other_names:
         columns[added] = source.column(added)
-    tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
+    tables = [to_dataset(part, source.name) for part in (columns, source.others) if part]
     concatenate = _stack.load_stack().datasets.concatenate_datasets
     return [concatenate([_take(table, side.rows) for table in tables], axis=1) for side in sides]
 

@@ -76,7 +76,7 @@ class DataSource:
     """N rows: `prompts` and `answers` (None without such a column) as Python values, and the other columns.
 
     Attributes:
-        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read; None if there are none.
+        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read.
         places: "line 12", "row 12". notes: sentences on what was changed or left out.
         rows_left: whether data.num_prompts left rows out. is_mix: from `data.sources`.
     """
@@ -105,9 +105,7 @@ class DataSource:
     @property
     def other_names(self) -> list[str]:
         """The columns that are passed on to rewards."""
-        if self.others is None:
-            return []
-        return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
+        return list(self.others if isinstance(self.others, dict) else self.others.column_names)
 
     @property
     def added_name(self) -> str:
@@ -125,7 +123,7 @@ class DataSource:
         others = self.others
         if isinstance(others, dict):
             others = {name: [values[row] for row in rows] for name, values in others.items()}
-        elif others is not None:
+        else:
             others = others.select(rows)
         return replace(
             self,
@@ -303,7 +301,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
-        others=others or None,
+        others=others,
         places=places,
         notes=notes,
     )
@@ -325,13 +323,8 @@ def _require_columns(name: str, place: str, names: list[str], columns: Columns) 
 def _taken_columns(
     name: str, names: list[str], columns: Columns, images: tuple[str, ...] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Columns that are not passed on, and notes on those that were replaced or left out.
-
-    The prompt and the answer column are passed on under their own names too; in a mix each source has others.
-
-    Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
-    type.
-    """
+    """Columns that are not passed on, and notes on those that were replaced or left out. Raises DataError for columns
+    that TRL reads as images because of their name, and for `images`, those with an image type."""
     moved = [column for column in (columns.prompt, columns.answer) if column in names]
     for column in names:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
@@ -445,7 +438,7 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         name=name,
         prompts=list(map(parse_conversation, prompts)),
         answers=answers,
-        others=table.select_columns(kept) if kept else None,
+        others=table.select_columns(kept) if kept else {},
         places=places,
         notes=notes,
     )

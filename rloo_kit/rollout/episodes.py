@@ -21,8 +21,6 @@ from rloo_kit.rollout.types import Rollout
 from rloo_kit.tools.toolbox import Result, Toolbox
 from rloo_kit.tools.turns import Message, ToolFormat, check_call
 
-NO_NAME = "unknown"  # the tool of a call whose own name cannot be read
-
 
 class ToolParser:
     """Reads turns; picks the tokenizer's response template: its own, TRL's for a known chat template, or Qwen's.
@@ -143,7 +141,7 @@ class Episodes:
         left = max(0, self.limits.max_tool_calls - len(episode.calls))
         limit = Result(f"error: no call is left; the limit is {self.limits.max_tool_calls}", "invalid")
         unread = Result(f"error: the call cannot be read: {problem}", "invalid")
-        refused = [(NO_NAME, unread)] if problem else [(name, limit) for name, _ in calls[left:]]
+        refused = [("unknown", unread)] if problem else [(name, limit) for name, _ in calls[left:]]
         self._asked[number] = [name for name, _ in calls[:left]], refused
         return self.toolbox.call(number, calls[:left])
 
