@@ -43,11 +43,7 @@ Message = dict[str, Any]
 
 def detect_family(tokenizer: Any, name: str = "") -> str:
     """One of `FAMILIES`, by what the tokenizer's chat template does with a short question; raises DataError if it
-    fails.
-
-    The name (or folder) decides only between instruct and thinking, for a template that neither opens nor closes the
-    thinking in the prompt.
-    """
+    fails. The name (or folder) decides only if the template neither opens nor closes the thinking in the prompt."""
     if not getattr(tokenizer, "chat_template", None):
         return "plain"
     if _apply(tokenizer, _PROBE, enable_thinking=False) != _apply(tokenizer, _PROBE, enable_thinking=True):

@@ -160,8 +160,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
     prefix, share = "data.", Fraction(1)
     if entry is not None:
         prefix = f"data.sources.{entry}."
-        weights = [Fraction(str(item.weight)) for item in section.sources or []]
-        share = weights[entry] / sum(weights)
+        share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
     asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
@@ -305,8 +304,7 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     >>> share_out([600, 100], [1.0, 1.0], None), share_out([600, 100], [3.0, 1.0], 50)
     ([100, 100], [38, 12])
     """
-    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
-    exact = [weight / sum(written) for weight in written]
+    exact = _shares(weights)
     total = int(min(size / share for size, share in zip(sizes, exact, strict=True)))
     total = total if most is None else min(total, most)
     counts = [int(total * share) for share in exact]
@@ -316,14 +314,15 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     return counts
 
 
+def _shares(weights: list[float]) -> list[Fraction]:
+    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
+    return [weight / sum(written) for weight in written]
+
+
 def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
-    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion.
-
-    A column missing from a source is None in its rows. `labels` become the column `source`, unless there is one.
-
-    Raises:
-        DataError: a column with different types in two sources.
-    """
+    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion. A column missing
+    from a source is None in its rows. `labels` become the column `source`, unless there is one. Raises DataError for a
+    column with different types in two sources."""
     order = sorted(
         (Fraction(2 * row + 1, 2 * len(source)), place, row)
         for place, source in enumerate(sources)
@@ -367,12 +366,9 @@ def needs_all_answers(run: RunConfig) -> bool:
 
 def decide_answers(run: RunConfig, source: DataSource, part: Part) -> DataSource:
     """The source with its answers as rewards get them: as they are, or the text after the marker of `part`; None for a
-    row without one if a reward scores such rows; all as text if they are of several types.
-
-    Raises:
-        DataError: an answer without the marker, or, if a reward of the run compares it, that is no text or number; a
-            row without an answer it needs.
-    """
+    row without one if a reward scores such rows; all as text if they are of several types. Raises DataError for an
+    answer without the marker, for one that is no text or number if a reward of the run compares it, and for a row
+    without an answer it needs."""
     if source.answers is None:
         return source
     answers, missing = list(source.answers), []
@@ -468,10 +464,8 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
 def render_row(
     run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int, tools: Any = None, key: str | None = None
 ) -> str:
-    """The text that the model reads for one row; raises DataError with file and line if it cannot be rendered.
-
-    `family` is that of `resolve_family`; `tools`: their schemas; `key` names the prompt column in errors.
-    """
+    """The text that the model reads for one row, with the schemas of the tools; raises DataError with file, line and
+    the `key` of the prompt column if it cannot be rendered."""
     try:
         options = run.model.enable_thinking, run.data.system_prompt, tools
         return render_prompt(tokenizer, source.prompts[row], family, *options)

@@ -24,11 +24,8 @@ from rloo_kit.tools.turns import Message, ToolFormat, check_call, make_call
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids: the prompt's with the template, and the completion's with the end token.
-
-    Attributes:
-        context: spans of the tools' results in the completion (first token, the one after the last); not trained.
-    """
+    """Token ids: the prompt's with the template, and the completion's with the end token; `context`: spans of the
+    tools' results in the completion (first token, the one after the last), which are not trained."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -45,12 +42,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """What `load_worked` found.
-
-    Attributes:
-        examples: to train on, in order. num_rows: of the source, before rows were left out.
-        notes: what was left out, in sentences.
-    """
+    """The examples to train on, in order; how many rows the source had; what was left out, in sentences."""
 
     examples: list[Example]
     num_rows: int
@@ -250,18 +242,14 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     """The rows drawn from `sft.source`; `answers` has the demonstrations."""
     section, data = run.sft, run.data
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
-    name = section.source or data.source
+    name, key = section.source or data.source, "data.source" if section.source is None else "sft.source"
     if rows is not None:
         source = read_given_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
     elif is_gym(name):
-        raise ConfigError(
-            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no demonstrations; set "
-            "their source: sft.source=..."
-        )
+        raise ConfigError(f"{key} is {name}, which has no demonstrations; set their source: sft.source=...")
     elif name.startswith(EMBEDDED_PREFIX):
-        key = "data.source" if section.source is None else "sft.source"
         task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, data.seed, thinking, task)

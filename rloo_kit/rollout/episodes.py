@@ -87,15 +87,9 @@ class ToolUse:
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
-    """What completions may call, for `complete`.
-
-    Args:
-        tokenizer: the policy's; gets a response template. limits: `run.rloo` or an `RLOOConfig`.
-        options: of the chat template, such as `enable_thinking`.
-
-    Raises:
-        ConfigError: the chat template has no tools, or its calls cannot be read.
-    """
+    """What completions may call, for `complete`; `limits`: `run.rloo` or an `RLOOConfig`; `options`: of the chat
+    template, such as `enable_thinking`. The tokenizer gets a response template. Raises ConfigError if the chat template
+    has no tools, or its calls cannot be read."""
     family = detect_family(tokenizer, model_name)
     form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), model_name, **options)
     return ToolUse(toolbox, ToolParser(form, toolbox.schemas), limits)

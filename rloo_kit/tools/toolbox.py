@@ -58,14 +58,12 @@ class Result(NamedTuple):
 
 
 class ToolHost:
-    """Functions and environments where they are called: in a worker, or in this process.
+    """Functions and environments where they are called: in a worker, or in this process. Raises ConfigError for a tool
+    without hints or docstring, two of one name, an environment without `reset`.
 
     Args:
         tools: functions with type hints and a docstring in Google's style.
         factory: makes an environment; None without one. Instances are reused: one for each row of a batch.
-
-    Raises:
-        ConfigError: a tool without hints or docstring, two of one name, an environment without `reset`.
     """
 
     sources: dict[str, str] = {}  # as those of `_InWorker`
@@ -74,7 +72,7 @@ class ToolHost:
         self.factory, self._functions = factory, list(tools)
         self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
         self._live: dict[int, dict[str, Any]] = {}  # by row: the tools by name
-        probe = self.take(0) if factory is not None else None
+        probe = None if factory is None else self.take(0)
         self.environment = None if probe is None else type(probe).__name__
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
@@ -469,11 +467,8 @@ class EnvironmentReward:
 
 
 def open_toolbox(run: RunConfig) -> Toolbox | None:
-    """The run's tools, loaded; None if it has none. One toolbox for equal settings in a process.
-
-    Raises:
-        ConfigError: a tool or the environment cannot be imported or offered, with its name.
-    """
+    """The run's tools, loaded; None if it has none. One toolbox for equal settings in a process. Raises ConfigError if
+    a tool or the environment cannot be imported or offered, with its name."""
     toolbox = open_named(run.rloo, run.source and run.source.parent) if run.rloo.has_tools else None
     if toolbox is not None:
         toolbox.max_prompt_length = run.data.max_prompt_length

@@ -28,16 +28,13 @@ PROBE = {
 
 
 class ToolFormat:
-    """The form of tools in one chat template.
+    """The form of tools in one chat template. Raises ConfigError if the template cannot render tools, calls or results,
+    or renders earlier messages differently once a result follows.
 
     Args:
         tokenizer: the policy's, of transformers or a `LightTokenizer`.
         thinks: whether the model thinks before each answer.
         name: of the model, for errors. options: of the template, such as `enable_thinking`.
-
-    Raises:
-        ConfigError: the template cannot render tools, calls or results, or renders
-            earlier messages differently once a result follows.
     """
 
     def __init__(self, tokenizer: Any, thinks: bool = False, name: str = "", **options: Any) -> None:
@@ -104,11 +101,8 @@ class ToolFormat:
         return self.render_turn(plain | {"tool_calls": calls}).removeprefix(self.render_turn(plain))
 
     def render_results(self, messages: list[Message]) -> str:
-        """The text between the end token of a turn with calls and the first token of the next turn.
-
-        Args:
-            messages: `{"role": "tool", "name", "content"}` each, or a user's reply; without control tokens (`defuse`).
-        """
+        """The text between the end token of a turn with calls and the first token of the next turn; `messages`: of
+        tools, `{"role": "tool", "name", "content"}`, or a user's reply, without control tokens (`defuse`)."""
         is_reply = messages[0]["role"] != "tool"
         last = {"content": "?"} if is_reply else {"tool_calls": [make_call(str(messages[0]["name"]), {})]}
         turns = [self._turns[0], self._answer | last]
