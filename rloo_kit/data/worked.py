@@ -84,10 +84,9 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     thoughts = None
     if (column := run.sft.thinking_column) is not None:
         if column not in source.other_names:
-            columns = f"columns found: {', '.join([run.sft.completion_column, *source.other_names])}"
-            raise DataError(
-                f"{source.name} has no column '{column}'; {columns}. Name the right one in sft.thinking_column"
-            )
+            columns = ", ".join([run.sft.completion_column, *source.other_names])
+            problem = f"{source.name} has no column '{column}'; columns found: {columns}"
+            raise DataError(f"{problem}. Name the right one in sft.thinking_column")
         thoughts = list(source.column(column))
     excluded = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
