@@ -43,11 +43,7 @@ Message = dict[str, Any]
 
 def detect_family(tokenizer: Any, name: str = "") -> str:
     """One of `FAMILIES`, by what the tokenizer's chat template does with a short question; raises DataError if it
-    fails.
-
-    The name (or folder) decides only between instruct and thinking, for a template that neither opens nor closes the
-    thinking in the prompt.
-    """
+    fails. The name (or folder) decides only if the template neither opens nor closes the thinking in the prompt."""
     if not getattr(tokenizer, "chat_template", None):
         return "plain"
     if _apply(tokenizer, _PROBE, enable_thinking=False) != _apply(tokenizer, _PROBE, enable_thinking=True):
@@ -109,11 +105,8 @@ def template_options(run: RunConfig) -> dict[str, bool]:
 
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
-    budgets = {
-        "thinking_budget": run.rloo.thinking_budget,
-        "thinking_budget_total": run.rloo.thinking_budget_total,
-    }
-    for key, budget in budgets.items():
+    for key in ("thinking_budget", "thinking_budget_total"):
+        budget = getattr(run.rloo, key)
         if budget is not None and not thinks(family, run.model.enable_thinking):
             raise ConfigError(
                 f"rloo.{key} is {budget}, but this model does not think (family {family}, "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
-from rloo_kit.data.sources import DataSource
+from rloo_kit.data.sources import DataSource, Part
 from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
 from rloo_kit.system.versions import is_importable
@@ -27,7 +27,7 @@ _TASKS = json.loads(Path(__file__).with_name("gym_tasks.json").read_text(encodin
 SOUND: tuple[str, ...] = tuple(_TASKS["offered"])
 REFUSED: dict[str, str] = _TASKS["refused"]
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
-GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # defaults: if data.num_prompts is null; if data.test_size is a share
+GYM_TEST_PROMPTS = 200  # if data.test_size is a share
 MOST_PROMPTS = 100_000
 BLOCK = 2**20  # seeds reserved for each source of a run
 MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
@@ -71,36 +71,21 @@ def first_seed(seed: int, number: int) -> int:
     return random.Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
 
 
-def read_gym(
-    source: str,
-    options: dict[str, Any] | None,
-    level: int | None,
-    count: int,
-    start: int,
-    key: str,
-    count_key: str,
-    options_key: str = "data.options",
-) -> DataSource:
-    """`count` rows with different questions; if the task has fewer, all and a note, or with `count_key` an error.
-
-    Args:
-        source: reasoning_gym/TASK. options, level: as `data.options` and `data.curriculum_level`.
-        count: at most MOST_PROMPTS. start: from `first_seed`. key, count_key, options_key: the keys of the
-            source, `count` and the options, for errors; `count_key` is empty if `count` is a default.
-
-    Raises:
-        DataError: a task that does not exist or is refused; options or a level that it does not have; rows that cannot
-            be drawn. SetupError: the library is not installed.
-    """
-    task, options = source.removeprefix(GYM_PREFIX), options or {}
+def read_gym(part: Part, start: int) -> DataSource:
+    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on
+    (`first_seed`), with different questions; if the task has fewer, all and a note, or with `count_key` an error.
+    Raises DataError for a task that does not exist or is refused, for options or a level that it does not have, and if
+    rows cannot be drawn; SetupError without the library."""
+    source, key, count, count_key, level = part.source, part.key, part.count, part.count_key, part.level
+    task, options = source.removeprefix(GYM_PREFIX), part.options or {}
     check_task(task, key)
     require_library(f"{key}: {source}")
     if count > MOST_PROMPTS:
         wanted = count_key or "data.num_prompts"
         raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
-    blamed = options_key if options or level is None else _level_key(options_key)
+    blamed = part.options_key if options or level is None else _level_key(part.options_key)
     try:
-        entries, drawn, left_out = _draw(task, json.dumps(options), level, options_key, start, count)
+        entries, drawn, left_out = _draw(task, json.dumps(options), level, part.options_key, start, count)
     except LateError:
         settings = options or ("its defaults" if level is None else f"the values of level {level}")
         limits = f"{BUILD_LIMIT_S:g} s to set up or more than {ROW_LIMIT_S:g} s to draw one question"
@@ -137,8 +122,7 @@ def _draw(
 
     They come from a process of their own: the library may hang, and the order of sets must be the same in every run.
     Item i of a dataset is drawn with its seed + i, so it equals item i - 1 of the next seed: rows use the seeds from
-    `start` on, each once. Rows without a stored answer are left out too.
-    """
+    `start` on, each once. Rows without a stored answer are left out too."""
     late, wrong = f"that took more than {ROW_LIMIT_S:g} s to draw", "whose stored answer the verifier does not score 1"
     left_out = {late: 0, wrong: 0}
     entries: dict[str, dict[str, Any]] = {}  # by the words of the question
@@ -185,16 +169,9 @@ def load_library(limit_memory: bool = False) -> None:
 def make_dataset(
     task: str, options: dict[str, Any], level: int | None, options_key: str = "data.options", **where: int
 ) -> Any:
-    """A dataset of the library for a task.
-
-    Args:
-        options: of the task; they override those of its curriculum at `level`, which override its defaults.
-        options_key: the key of `options`, for errors. where: `seed` and `size`.
-
-    Raises:
-        DataError: an option that the task does not have or refuses; a level that its curriculum does not have or whose
-            values the task refuses.
-    """
+    """A dataset of the library for a task; `options` override those of its curriculum at `level`, which override its
+    defaults; `where`: `seed` and `size`. Raises DataError for an option that the task does not have or refuses, and
+    for a level that its curriculum does not have or whose values the task refuses."""
     from reasoning_gym.factory import DATASETS
 
     source, (make, config) = f"{GYM_PREFIX}{task}", DATASETS[task]
@@ -266,15 +243,9 @@ def _open(task: str, options: str, level: int | None, options_key: str, seed: in
 def draw_row(
     task: str, options: str, level: int | None, options_key: str, seed: int, size: int, index: int | None
 ) -> tuple[dict[str, Any] | None, bool] | None:
-    """Item `index` of the library's dataset with that seed and size; None only makes the dataset and its verifier.
-
-    Returns:
-        Its question, answer and metadata in JSON's types, None if the stored answer is empty; and whether the verifier
-        scores the stored answer 1.
-
-    Raises:
-        DataError: as `make_dataset`; or the item cannot be drawn.
-    """
+    """Item `index` of the library's dataset with that seed and size (question, answer and metadata in JSON's types;
+    None if the stored answer is empty), and whether the verifier scores the stored answer 1. Without an index only the
+    dataset and its verifier are made. Raises DataError as `make_dataset`, or if the item cannot be drawn."""
     dataset, verifier = _open(task, options, level, options_key, seed, size), _make_verifier(task, options, level)
     if index is None:
         return None
@@ -306,14 +277,9 @@ def _make_verifier(task: str, options: str, level: int | None) -> Any:
 
 
 def score(row: str, given: str | None) -> float | None:
-    """The score in [0, 1] that the task's verifier gives an answer; 0.0 if it raises or does not return a number.
-
-    Args:
-        row: the column `reasoning_gym` of the question's row. given: None only creates the verifier, which may be slow.
-
-    Raises:
-        DataError: a task that is not offered, or cannot be created with its options.
-    """
+    """The score in [0, 1] that the task's verifier gives an answer to a row with this column `reasoning_gym`; 0.0 if it
+    raises or does not return a number. Without an answer it only creates the verifier, which may be slow. Raises
+    DataError for a task that is not offered, or cannot be created with its options."""
     stored = json.loads(row)
     verifier = _make_verifier(stored["task"], json.dumps(stored["options"]), stored["level"])
     return None if given is None else _score(verifier, given, stored["entry"])

@@ -105,9 +105,8 @@ class LightTokenizer:
         """The text of a conversation; raises what the template raises, and ValueError if ids are requested."""
         if tokenize:
             raise ValueError("tokenize is True, and this tokenizer renders text alone")
-        return str(
-            self._template.render({"messages": messages, "tools": None, "documents": None} | self.special | options)
-        )
+        variables = {"messages": messages, "tools": None, "documents": None} | self.special | options
+        return str(self._template.render(variables))
 
     @cached_property
     def _template(self) -> jinja2.Template:

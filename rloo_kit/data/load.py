@@ -17,10 +17,12 @@ from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
-from rloo_kit.data.gym import GYM_PROMPTS, GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
+from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
+    GYM_PROMPTS,
     Columns,
     DataSource,
+    Part,
     arrow_column,
     find_file,
     is_plain,
@@ -134,36 +136,6 @@ def _asked(run: RunConfig, tokenizer: Any) -> str:
 # ---- the sources of a run
 
 
-@dataclass(frozen=True)
-class Part:
-    """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
-
-    Attributes:
-        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
-            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
-            source in the run, 0 for the test source.
-    """
-
-    source: str
-    columns: Columns
-    subset: str | None = None
-    split: str | None = None
-    answer_after: str | None = None
-    key: str = "data.source"
-    split_key: str = "data.split"
-    options: dict[str, Any] | None = None
-    level: int | None = None
-    options_key: str = "data.options"
-    count: int = GYM_PROMPTS
-    count_key: str = ""
-    number: int = 1
-
-    @property
-    def answer_key(self) -> str:
-        """Key and name of the answer's column, for errors."""
-        return f"{self.columns.prefix}answer_column: {self.columns.answer}"
-
-
 def needs_stack(run: RunConfig) -> bool:
     """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
     return any(is_for_stack(source, run) for source in (*run.data.all_sources, run.data.test_source) if source)
@@ -188,8 +160,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
     prefix, share = "data.", Fraction(1)
     if entry is not None:
         prefix = f"data.sources.{entry}."
-        weights = [Fraction(str(item.weight)) for item in section.sources or []]
-        share = weights[entry] / sum(weights)
+        share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
     asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
@@ -296,16 +267,15 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
-        asked = part.options, part.level, part.count, first_seed(run.data.seed, part.number)
-        return read_gym(part.source, *asked, part.key, part.count_key, part.options_key)
+        return read_gym(part, first_seed(run.data.seed, part.number))
     if part.source.startswith(LIBRARY):
         rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
         return replace(read_given_rows(rows, Columns()), name=part.source)
     path = find_file(part.source, run.source, part.key)
     if path is None:
-        return read_hub(part.source, part.subset, part.split, part.columns, part.key, part.split_key)
+        return read_hub(part)
     if path.is_dir():
-        return read_folder(path, part.split, part.split_key, part.columns)
+        return read_folder(path, part)
     return read_data_file(path, part.columns)
 
 
@@ -334,8 +304,7 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     >>> share_out([600, 100], [1.0, 1.0], None), share_out([600, 100], [3.0, 1.0], 50)
     ([100, 100], [38, 12])
     """
-    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
-    exact = [weight / sum(written) for weight in written]
+    exact = _shares(weights)
     total = int(min(size / share for size, share in zip(sizes, exact, strict=True)))
     total = total if most is None else min(total, most)
     counts = [int(total * share) for share in exact]
@@ -345,14 +314,15 @@ def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[
     return counts
 
 
+def _shares(weights: list[float]) -> list[Fraction]:
+    written = [Fraction(str(weight)) for weight in weights]  # 0.1 exactly, as written in the file
+    return [weight / sum(written) for weight in written]
+
+
 def combine(sources: list[DataSource], labels: list[str]) -> DataSource:
-    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion.
-
-    A column missing from a source is None in its rows. `labels` become the column `source`, unless there is one.
-
-    Raises:
-        DataError: a column with different types in two sources.
-    """
+    """All rows of the sources, evenly interleaved: any stretch of them has the sources in proportion. A column missing
+    from a source is None in its rows. `labels` become the column `source`, unless there is one. Raises DataError for a
+    column with different types in two sources."""
     order = sorted(
         (Fraction(2 * row + 1, 2 * len(source)), place, row)
         for place, source in enumerate(sources)
@@ -396,12 +366,9 @@ def needs_all_answers(run: RunConfig) -> bool:
 
 def decide_answers(run: RunConfig, source: DataSource, part: Part) -> DataSource:
     """The source with its answers as rewards get them: as they are, or the text after the marker of `part`; None for a
-    row without one if a reward scores such rows; all as text if they are of several types.
-
-    Raises:
-        DataError: an answer without the marker, or, if a reward of the run compares it, that is no text or number; a
-            row without an answer it needs.
-    """
+    row without one if a reward scores such rows; all as text if they are of several types. Raises DataError for an
+    answer without the marker, for one that is no text or number if a reward of the run compares it, and for a row
+    without an answer it needs."""
     if source.answers is None:
         return source
     answers, missing = list(source.answers), []
@@ -497,10 +464,8 @@ def require_verifier(run: RunConfig, source: DataSource, key: str, alone: bool =
 def render_row(
     run: RunConfig, tokenizer: Any, family: str, source: DataSource, row: int, tools: Any = None, key: str | None = None
 ) -> str:
-    """The text that the model reads for one row; raises DataError with file and line if it cannot be rendered.
-
-    `family` is that of `resolve_family`; `tools`: their schemas; `key` names the prompt column in errors.
-    """
+    """The text that the model reads for one row, with the schemas of the tools; raises DataError with file, line and
+    the `key` of the prompt column if it cannot be rendered."""
     try:
         options = run.model.enable_thinking, run.data.system_prompt, tools
         return render_prompt(tokenizer, source.prompts[row], family, *options)
@@ -591,7 +556,7 @@ def _datasets(*sides: Side) -> list[Any]:
     columns: dict[str, Any] = {"prompt": sides[0].texts} | answers
     if (added := source.added_name) not in source.other_names:
         columns[added] = source.column(added)
-    tables = [to_dataset(part, source.name) for part in (columns, source.others) if part is not None]
+    tables = [to_dataset(part, source.name) for part in (columns, source.others) if part]
     concatenate = _stack.load_stack().datasets.concatenate_datasets
     return [concatenate([_take(table, side.rows) for table in tables], axis=1) for side in sides]
 

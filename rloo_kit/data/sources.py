@@ -26,6 +26,7 @@ TAKEN_COLUMNS = (
 )  # fmt: skip
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own
+GYM_PROMPTS = 2000  # if data.num_prompts is null
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
 _DECIMAL_COMMA = re.compile(r"[^\w,([{]*\d[\d.]*,\d+[^\d,)\]}]{,12}")  # with a currency or unit
 
@@ -41,11 +42,41 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
+
+    Attributes:
+        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
+            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
+            source in the run, 0 for the test source.
+    """
+
+    source: str
+    columns: Columns = Columns()
+    subset: str | None = None
+    split: str | None = None
+    answer_after: str | None = None
+    key: str = "data.source"
+    split_key: str = "data.split"
+    options: dict[str, Any] | None = None
+    level: int | None = None
+    options_key: str = "data.options"
+    count: int = GYM_PROMPTS
+    count_key: str = ""
+    number: int = 1
+
+    @property
+    def answer_key(self) -> str:
+        """Key and name of the answer's column, for errors."""
+        return f"{self.columns.prefix}answer_column: {self.columns.answer}"
+
+
+@dataclass(frozen=True)
 class DataSource:
     """N rows: `prompts` and `answers` (None without such a column) as Python values, and the other columns.
 
     Attributes:
-        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read; None if there are none.
+        others: lists of N values by column; or a datasets.Dataset of N rows, if one was read.
         places: "line 12", "row 12". notes: sentences on what was changed or left out.
         rows_left: whether data.num_prompts left rows out. is_mix: from `data.sources`.
     """
@@ -74,9 +105,7 @@ class DataSource:
     @property
     def other_names(self) -> list[str]:
         """The columns that are passed on to rewards."""
-        if self.others is None:
-            return []
-        return list(self.others) if isinstance(self.others, dict) else list(self.others.column_names)
+        return list(self.others if isinstance(self.others, dict) else self.others.column_names)
 
     @property
     def added_name(self) -> str:
@@ -94,7 +123,7 @@ class DataSource:
         others = self.others
         if isinstance(others, dict):
             others = {name: [values[row] for row in rows] for name, values in others.items()}
-        elif others is not None:
+        else:
             others = others.select(rows)
         return replace(
             self,
@@ -155,7 +184,7 @@ def read_data_file(path: Path, columns: Columns) -> DataSource:
     malformed row or a missing column."""
     with explained(path):
         if path.suffix.lower() == ".parquet":
-            return _read_arrow(path, columns)
+            return _from_arrow(open_parquet(path), str(path), columns)
         rows = list(_text_rows(path, columns.answer))
     return _from_dicts([row for _, row in rows], [f"line {number}" for number, _ in rows], str(path), columns)
 
@@ -239,7 +268,7 @@ def read_given_rows(rows: Any, columns: Columns) -> DataSource:
     messages). Raises DataError for no rows, a row of another type or a missing column."""
     is_arrow = hasattr(rows, "to_pylist")
     if hasattr(rows, "column_names") and hasattr(rows, "select"):
-        return _read_arrow(rows, columns) if is_arrow else _from_dataset(rows, "the dataset", columns)
+        return (_from_arrow if is_arrow else _from_dataset)(rows, "the dataset", columns)
     rows = rows.to_pylist() if is_arrow else rows
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
         raise DataError(
@@ -272,7 +301,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
-        others=others or None,
+        others=others,
         places=places,
         notes=notes,
     )
@@ -294,13 +323,8 @@ def _require_columns(name: str, place: str, names: list[str], columns: Columns) 
 def _taken_columns(
     name: str, names: list[str], columns: Columns, images: tuple[str, ...] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Columns that are not passed on, and notes on those that were replaced or left out.
-
-    The prompt and the answer column are passed on under their own names too; in a mix each source has others.
-
-    Raises DataError for columns that TRL reads as images because of their name, and for `images`, those with an image
-    type.
-    """
+    """Columns that are not passed on, and notes on those that were replaced or left out. Raises DataError for columns
+    that TRL reads as images because of their name, and for `images`, those with an image type."""
     moved = [column for column in (columns.prompt, columns.answer) if column in names]
     for column in names:
         if column in images or (column in IMAGE_COLUMNS and column not in moved):
@@ -333,13 +357,12 @@ def open_parquet(path: Path) -> Any:
         raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
 
 
-def _read_arrow(source: Any, columns: Columns) -> DataSource:
-    """The rows of a Parquet file or a `pyarrow.Table`."""
+def _from_arrow(table: Any, name: str, columns: Columns) -> DataSource:
+    """The rows of a table or a record batch of pyarrow."""
     datasets = _stack.load_stack().datasets
     import pyarrow
 
-    name = str(source) if (is_file := isinstance(source, Path)) else "the dataset"
-    table = open_parquet(source) if is_file else pyarrow.table(source)
+    table = pyarrow.table(table)
     if len(set(table.column_names)) < table.num_columns:
         raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
     try:
@@ -349,9 +372,9 @@ def _read_arrow(source: Any, columns: Columns) -> DataSource:
     return _from_dataset(rows, name, columns)
 
 
-def read_folder(folder: Path, split: str | None, split_key: str, columns: Columns) -> DataSource:
-    """The rows of a folder of `save_to_disk`: of the split that the key `split_key` names (None: test), if it has
-    splits. Raises DataError for a split that is not there, or a damaged folder."""
+def read_folder(folder: Path, part: Part) -> DataSource:
+    """The rows of a folder of `save_to_disk`: of the part's split, if it has splits. Raises DataError for a split that
+    is not there, or a damaged folder."""
     datasets = _stack.load_stack().datasets
     try:
         stored = datasets.load_from_disk(str(folder))
@@ -360,37 +383,36 @@ def read_folder(folder: Path, split: str | None, split_key: str, columns: Column
             f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
         ) from error
     if not isinstance(stored, datasets.DatasetDict):
-        if split_key == "data.test_split" and split is not None:
-            raise DataError(f"{split_key} is {split!r}, but {folder} was saved without splits; remove {split_key}")
-        return _from_dataset(stored, str(folder), columns)
-    split = split or "test"
+        if (key := part.split_key) == "data.test_split" and part.split is not None:
+            raise DataError(f"{key} is {part.split!r}, but {folder} was saved without splits; remove {key}")
+        return _from_dataset(stored, str(folder), part.columns)
+    split = part.split or "test"
     if split not in stored:
-        raise DataError(f"{folder} has no split {split!r}; set {split_key} to one of {', '.join(stored) or 'none'}")
-    return _from_dataset(stored[split], f"{folder} ({split})", columns)
+        found = ", ".join(stored) or "none"
+        raise DataError(f"{folder} has no split {split!r}; set {part.split_key} to one of {found}")
+    return _from_dataset(stored[split], f"{folder} ({split})", part.columns)
 
 
-def read_hub(
-    source: str, subset: str | None, split: str | None, columns: Columns, key: str, split_key: str
-) -> DataSource:
-    """One split of a dataset on the hub or in the local cache of `datasets`; `key` and `split_key` name it
-    (split None: test). Raises DataError if it is unreachable, or dataset, subset, split or column does not exist."""
+def read_hub(part: Part) -> DataSource:
+    """One split of a dataset on the hub or in the local cache of `datasets`. Raises DataError if it is unreachable, or
+    dataset, subset, split or column does not exist."""
     datasets = _stack.load_stack().datasets
-    split = split or "test"
+    source, key, split = part.source, part.key, part.split or "test"
     try:
-        table = datasets.load_dataset(source, name=subset, split=split)
+        table = datasets.load_dataset(source, name=part.subset, split=split)
     except Exception as error:  # the hub's libraries share no base class of errors
-        text, where = " ".join(str(error).split()), f"{key}: '{source}' (subset {subset}, split {split})"
+        text, where = " ".join(str(error).split()), f"{key}: '{source}' (subset {part.subset}, split {split})"
         cause = f"{where} could not be loaded: {type(error).__name__}: {text}"
         if re.search("config name is missing|builderconfig", text, re.IGNORECASE):
-            raise DataError(f"{cause} Set {columns.prefix}subset to one of those named.") from error
+            raise DataError(f"{cause} Set {part.columns.prefix}subset to one of those named.") from error
         if "split" in text.lower() and not isinstance(error, OSError):
-            raise DataError(f"{cause} Set {split_key} to one of those named.") from error
+            raise DataError(f"{cause} Set {part.split_key} to one of those named.") from error
         raise DataError(
             f"{cause} If the id is right, the hub cannot be reached from here (or asks for a token: HF_TOKEN in .env). "
             "Load it once on a connected machine and copy the cache folder (HF_HOME), or save the split as a file "
             f"(dataset.to_parquet('data.parquet')) and set {key} to it."
         ) from error
-    return _from_dataset(table, f"{source} ({split})", columns)
+    return _from_dataset(table, f"{source} ({split})", part.columns)
 
 
 def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
@@ -416,7 +438,7 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         name=name,
         prompts=list(map(parse_conversation, prompts)),
         answers=answers,
-        others=table.select_columns(kept) if kept else None,
+        others=table.select_columns(kept) if kept else {},
         places=places,
         notes=notes,
     )

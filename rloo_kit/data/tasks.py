@@ -31,18 +31,12 @@ WORKED = Habit(skip=0.4, guess=0.5)
 
 
 class Family(ABC):
-    """One kind of problem.
+    """One kind of problem."""
 
-    Attributes:
-        alphabet: every character of questions, thinking and answers; ASCII.
-        habit: what the cold start teaches in addition to the method. steps: of the cold start, at least 1.
-        max_rows: most problems of a run, at least 1; few enough that drawing stays fast.
-    """
-
-    alphabet: str
-    habit: Habit = Habit(skip=0.75, slip=0.15, guess=0.7)
-    steps: int = 640
-    max_rows: int = 10_000
+    alphabet: str  # every character of questions, thinking and answers; ASCII
+    habit: Habit = Habit(skip=0.75, slip=0.15, guess=0.7)  # that the cold start teaches in addition to the method
+    steps: int = 640  # of the cold start, at least 1
+    max_rows: int = 10_000  # most problems of a run, at least 1; few enough that drawing stays fast
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
@@ -115,11 +109,10 @@ def worked_rows(
 ) -> list[dict[str, str]]:
     """`make_rows` with a `completion`, a demonstration with the habit `WORKED`."""
     rng = random.Random(f"worked-{seed}")
-    problems = draw_problems(family, num, seed, name)
     return [
         {"prompt": family.question(problem), "answer": family.answer(problem)}
         | {"completion": demonstration(family, problem, rng, WORKED, thinking)}
-        for problem in problems
+        for problem in draw_problems(family, num, seed, name)
     ]
 
 

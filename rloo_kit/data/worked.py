@@ -13,8 +13,8 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
-from rloo_kit.data.load import EMBEDDED_PROMPTS, Part, find_embedded_family, is_for_stack, read_part, render_row
-from rloo_kit.data.sources import Columns, DataSource, read_given_rows
+from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, is_for_stack, read_part, render_row
+from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -24,11 +24,8 @@ from rloo_kit.tools.turns import Message, ToolFormat, check_call, make_call
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids: the prompt's with the template, and the completion's with the end token.
-
-    Attributes:
-        context: spans of the tools' results in the completion (first token, the one after the last); not trained.
-    """
+    """Token ids: the prompt's with the template, and the completion's with the end token; `context`: spans of the
+    tools' results in the completion (first token, the one after the last), which are not trained."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -45,12 +42,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """What `load_worked` found.
-
-    Attributes:
-        examples: to train on, in order. num_rows: of the source, before rows were left out.
-        notes: what was left out, in sentences.
-    """
+    """The examples to train on, in order; how many rows the source had; what was left out, in sentences."""
 
     examples: list[Example]
     num_rows: int
@@ -92,10 +84,9 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     thoughts = None
     if (column := run.sft.thinking_column) is not None:
         if column not in source.other_names:
-            columns = f"columns found: {', '.join([run.sft.completion_column, *source.other_names])}"
-            raise DataError(
-                f"{source.name} has no column '{column}'; {columns}. Name the right one in sft.thinking_column"
-            )
+            columns = ", ".join([run.sft.completion_column, *source.other_names])
+            problem = f"{source.name} has no column '{column}'; columns found: {columns}"
+            raise DataError(f"{problem}. Name the right one in sft.thinking_column")
         thoughts = list(source.column(column))
     excluded = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
@@ -143,14 +134,7 @@ def _render_completion(
     tokenizer: Any, prompt: str, answer: str, thought: str | None, thinking: bool, where: str
 ) -> str | None:
     """The completion after the rendered `prompt`, without the end token; None if its thinking is never closed.
-
-    Args:
-        answer: the whole demonstration without its end token, or what follows the thinking if `thought` is given.
-        thinking: whether the model thinks. where: names the row in errors.
-
-    Raises:
-        DataError: unexpected thinking tags or control tokens.
-    """
+    `answer` is the whole demonstration, or what follows the thinking if `thought` is given."""
     text = answer if thought is None else f"{thought.strip()}\n{THINK_END}\n\n{answer}"  # as the Qwen3 models write it
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in text and str(token) not in (THINK_START, THINK_END):
@@ -257,18 +241,14 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     """The rows drawn from `sft.source`; `answers` has the demonstrations."""
     section, data = run.sft, run.data
     columns = Columns(section.prompt_column or data.prompt_column, section.completion_column, prefix="sft.")
-    name = section.source or data.source
+    name, key = section.source or data.source, "data.source" if section.source is None else "sft.source"
     if rows is not None:
         source = read_given_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
     elif is_gym(name):
-        raise ConfigError(
-            f"{'data' if section.source is None else 'sft'}.source is {name}, which has no demonstrations; set "
-            "their source: sft.source=..."
-        )
+        raise ConfigError(f"{key} is {name}, which has no demonstrations; set their source: sft.source=...")
     elif name.startswith(EMBEDDED_PREFIX):
-        key = "data.source" if section.source is None else "sft.source"
         task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, data.seed, thinking, task)

@@ -24,8 +24,8 @@ from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraS
 from rloo_kit.config.supervised import RewardModelSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
-from rloo_kit.data.load import Part, draw_subset, read_part, render_row
-from rloo_kit.data.sources import Columns
+from rloo_kit.data.load import draw_subset, read_part, render_row
+from rloo_kit.data.sources import Columns, Part
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
 from rloo_kit.loop.progress_bar import use_text_progress

@@ -4,7 +4,6 @@ A turn that has ended is parsed by transformers; its calls are made in the tools
 sampled; the results are rendered as the chat template does and tokenized alone. No sampled id changes.
 """
 
-import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,8 +20,6 @@ from rloo_kit.errors import ConfigError, RewardError
 from rloo_kit.rollout.types import Rollout
 from rloo_kit.tools.toolbox import Result, Toolbox
 from rloo_kit.tools.turns import Message, ToolFormat, check_call
-
-NO_NAME = "unknown"  # the tool of a call whose own name cannot be read
 
 
 class ToolParser:
@@ -90,15 +87,9 @@ class ToolUse:
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
-    """What completions may call, for `complete`.
-
-    Args:
-        tokenizer: the policy's; gets a response template. limits: `run.rloo` or an `RLOOConfig`.
-        options: of the chat template, such as `enable_thinking`.
-
-    Raises:
-        ConfigError: the chat template has no tools, or its calls cannot be read.
-    """
+    """What completions may call, for `complete`; `limits`: `run.rloo` or an `RLOOConfig`; `options`: of the chat
+    template, such as `enable_thinking`. The tokenizer gets a response template. Raises ConfigError if the chat template
+    has no tools, or its calls cannot be read."""
     family = detect_family(tokenizer, model_name)
     form = ToolFormat(tokenizer, thinks(family, options.get("enable_thinking")), model_name, **options)
     return ToolUse(toolbox, ToolParser(form, toolbox.schemas), limits)
@@ -117,8 +108,7 @@ class Episodes:
         self.episodes = [Episode() for _ in rows]
         started = self.toolbox.reset(range(len(rows)), rows)
         form, limit = self.parser.form, self.toolbox.max_prompt_length
-        pairs = zip(rows, started, strict=True)
-        self.prompts = [add_observation(row, result.content, form, limit) for row, result in pairs]
+        self.prompts = [form.observe(row, result.content, limit) for row, result in zip(rows, started, strict=True)]
         for episode, result in zip(self.episodes, started, strict=True):
             if result.kind == "failed":
                 episode.calls.append(("reset", result.kind))
@@ -145,7 +135,7 @@ class Episodes:
         left = max(0, self.limits.max_tool_calls - len(episode.calls))
         limit = Result(f"error: no call is left; the limit is {self.limits.max_tool_calls}", "invalid")
         unread = Result(f"error: the call cannot be read: {problem}", "invalid")
-        refused = [(NO_NAME, unread)] if problem else [(name, limit) for name, _ in calls[left:]]
+        refused = [("unknown", unread)] if problem else [(name, limit) for name, _ in calls[left:]]
         self._asked[number] = [name for name, _ in calls[:left]], refused
         return self.toolbox.call(number, calls[:left])
 
@@ -188,11 +178,3 @@ class Episodes:
                 content = self.parser.tokenizer.decode(last, skip_special_tokens=True)
                 episode.messages.append({"role": "assistant", "content": content})
         return self.episodes
-
-
-def add_observation(row: dict[str, Any], text: str, form: ToolFormat | None = None, limit: int | None = None) -> Any:
-    """`ToolFormat.observe`; without a format, of a prompt in ChatML whose last turn is the user's."""
-    if form is not None:
-        return form.observe(row, text, limit)
-    head, end, rest = row["prompt"].rpartition("<|im_end|>")
-    return head + re.sub(r"<(?=[|/a-z])", "< ", text) + end + rest

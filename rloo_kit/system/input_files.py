@@ -240,9 +240,9 @@ def is_deep(value: Any) -> bool:
     """Whether lists and mappings in `value` are nested more than DEEPEST levels deep."""
     left = [(value, 1)]
     while left:
-        found, level = left.pop()
-        if isinstance(found, (list, tuple, dict)):
+        inner, level = left.pop()
+        if isinstance(inner, (list, tuple, dict)):
             if level > DEEPEST:
                 return True
-            left += [(item, level + 1) for item in (found.values() if isinstance(found, dict) else found)]
+            left += [(item, level + 1) for item in (inner.values() if isinstance(inner, dict) else inner)]
     return False

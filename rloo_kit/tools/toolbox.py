@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,14 +58,12 @@ class Result(NamedTuple):
 
 
 class ToolHost:
-    """Functions and environments where they are called: in a worker, or in this process.
+    """Functions and environments where they are called: in a worker, or in this process. Raises ConfigError for a tool
+    without hints or docstring, two of one name, an environment without `reset`.
 
     Args:
         tools: functions with type hints and a docstring in Google's style.
         factory: makes an environment; None without one. Instances are reused: one for each row of a batch.
-
-    Raises:
-        ConfigError: a tool without hints or docstring, two of one name, an environment without `reset`.
     """
 
     sources: dict[str, str] = {}  # as those of `_InWorker`
@@ -74,7 +72,7 @@ class ToolHost:
         self.factory, self._functions = factory, list(tools)
         self._pool: dict[int, Any] = {}  # instances by row, reused by later batches
         self._live: dict[int, dict[str, Any]] = {}  # by row: the tools by name
-        probe = self.take(0) if factory is not None else None
+        probe = None if factory is None else self.take(0)
         self.environment = None if probe is None else type(probe).__name__
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
@@ -325,18 +323,20 @@ class _InWorker:
         files = [read_files(target.rpartition(":")[0], folders) for target in named]
         return {name: digest for digests in files for name, digest in digests.items()}
 
-    def run(self, timeout_s: float, method: str, *args: Any) -> Any:
+    def run(self, timeout_s: float, method: str, number: int, *args: Any) -> Any:
+        """Call a method of the host. If its process was replaced, the row's environment is built again before, with
+        `timeout_s` for each call so far."""
+        is_lost = self.targets[1] is not None and not (self.worker.running and number in self.live)
+        if is_lost and method in ("call", "ask"):
+            past = args[0]
+            self.run(timeout_s * (len(past[1]) + 1), "restore", number, past)
         if not self.worker.running:
             self.open()
-        result = self.worker.call(call_host, method, *args, timeout_s=timeout_s, name="its process", restart=False)
+        call = call_host, method, number, *args
+        result = self.worker.call(*call, timeout_s=timeout_s, name="its process", restart=False)
         if method in ("reset", "restore"):
-            self.live.add(args[0])
+            self.live.add(number)
         return result
-
-    def restore(self, timeout_s: float, number: int, past: Past) -> None:
-        """Build the environment of a row again, if its process was replaced; each call so far has `timeout_s`."""
-        if not (self.worker.running and number in self.live):
-            self.run(timeout_s * (len(past[1]) + 1), "restore", number, past)
 
 
 class Toolbox:
@@ -388,9 +388,9 @@ class Toolbox:
     def _call_all(self, place: Any, number: int, pasts: dict[int, Past], calls: Sequence[Call]) -> Any:
         results = []
         for name, arguments in calls:
-            row, before = pasts[number]
+            row, before = past = pasts[number]
             try:
-                results.append(Result(*self._run(place, "call", number, (row, before), name, arguments)))
+                results.append(Result(*place.run(self._timeout_s, "call", number, past, name, arguments)))
                 pasts[number] = (row, [*before, (name, arguments)])
             except RewardError as error:  # its process has ended, and the next one would likewise
                 results.append(_failed(name, error))
@@ -401,8 +401,8 @@ class Toolbox:
         return self._submit(number, self._ask, self._past, what, messages)
 
     def _ask(self, place: Any, number: int, pasts: dict[int, Past], what: str, messages: Any) -> Any:
-        row, before = pasts[number]
-        result = self._run(place, "ask", number, (row, before), what, messages)
+        row, before = past = pasts[number]
+        result = place.run(self._timeout_s, "ask", number, past, what, messages)
         if what == "respond":
             pasts[number] = (row, [*before, ("", {"messages": messages})])
         return result
@@ -418,15 +418,8 @@ class Toolbox:
         index = number % len(self._places)
         return self._threads[index].submit(work, self._places[index], number, *args)
 
-    def _run(self, place: Any, method: str, number: int, past: Past, *args: Any) -> Any:
-        """Call a method of a host; an environment that its process lost is built again before, in a time of its own."""
-        if self.environment is not None and isinstance(place, _InWorker):
-            place.restore(self._timeout_s, number, past)
-        return place.run(self._timeout_s, method, number, past, *args)
-
 
 def _failed(name: str, error: Exception) -> Result:
-    """The result of a call that has ended its process."""
     limit = " (rloo.tool_timeout_s)" if isinstance(error, LateError) else ""
     return Result(f"error: {name}: {error}", "failed", f"{name}: {error}{limit}")
 
@@ -455,14 +448,12 @@ def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> lis
     """The tasks of `verifiers/NAME` as rows, read in a process of their own; raises DataError."""
     from rloo_kit.tools.verifiers_env import read_verifiers_rows  # the process loads the package
 
-    worker = Worker(source, worker_environment(env))
-    try:
-        name = source.removeprefix(LIBRARY)
-        return list(worker.call(read_verifiers_rows, name, count, timeout_s=START_TIMEOUT_S, name=f"reading {source}"))
-    except RewardError as error:
-        raise DataError(f"data.source: {error}") from None
-    finally:
-        worker.close()
+    read = read_verifiers_rows, source.removeprefix(LIBRARY), count
+    with closing(Worker(source, worker_environment(env))) as worker:
+        try:
+            return list(worker.call(*read, timeout_s=START_TIMEOUT_S, name=f"reading {source}"))
+        except RewardError as error:
+            raise DataError(f"data.source: {error}") from None
 
 
 class EnvironmentReward:
@@ -476,11 +467,8 @@ class EnvironmentReward:
 
 
 def open_toolbox(run: RunConfig) -> Toolbox | None:
-    """The run's tools, loaded; None if it has none. One toolbox for equal settings in a process.
-
-    Raises:
-        ConfigError: a tool or the environment cannot be imported or offered, with its name.
-    """
+    """The run's tools, loaded; None if it has none. One toolbox for equal settings in a process. Raises ConfigError if
+    a tool or the environment cannot be imported or offered, with its name."""
     toolbox = open_named(run.rloo, run.source and run.source.parent) if run.rloo.has_tools else None
     if toolbox is not None:
         toolbox.max_prompt_length = run.data.max_prompt_length

@@ -28,24 +28,22 @@ PROBE = {
 
 
 class ToolFormat:
-    """The form of tools in one chat template.
+    """The form of tools in one chat template. Raises ConfigError if the template cannot render tools, calls or results,
+    or renders earlier messages differently once a result follows.
 
     Args:
         tokenizer: the policy's, of transformers or a `LightTokenizer`.
         thinks: whether the model thinks before each answer.
         name: of the model, for errors. options: of the template, such as `enable_thinking`.
-
-    Raises:
-        ConfigError: the template cannot render tools, calls or results, or renders
-            earlier messages differently once a result follows.
     """
 
     def __init__(self, tokenizer: Any, thinks: bool = False, name: str = "", **options: Any) -> None:
         self.tokenizer, self.name, self.options = tokenizer, name, options
-        turn = {"role": "assistant", "content": "", "tool_calls": [make_call("rloo_probe", {"x": "rloo_value"})]}
-        self._turns: list[Message] = [{"role": "user", "content": "?"}, turn]
+        self._answer: Message = {"role": "assistant", "content": ""}
         if thinks:
-            turn["reasoning_content"] = "rloo_thought"  # some templates treat a turn without thinking otherwise
+            self._answer["reasoning_content"] = "rloo_thought"  # some templates treat a turn without it otherwise
+        calling = self._answer | {"tool_calls": [make_call("rloo_probe", {"x": "rloo_value"})]}
+        self._turns: list[Message] = [{"role": "user", "content": "?"}, calling]
         self._check()
 
     def _check(self) -> None:
@@ -99,21 +97,15 @@ class ToolFormat:
 
     def render_calls(self, calls: list[dict[str, Any]], content: str) -> str:
         """What the template writes for calls behind the `content` of a turn, which may be empty."""
-        plain = {key: value for key, value in self._turns[1].items() if key != "tool_calls"} | {"content": content}
+        plain = self._answer | {"content": content}
         return self.render_turn(plain | {"tool_calls": calls}).removeprefix(self.render_turn(plain))
 
     def render_results(self, messages: list[Message]) -> str:
-        """The text between the end token of a turn with calls and the first token of the next turn.
-
-        Args:
-            messages: `{"role": "tool", "name", "content"}` each, or a user's reply; without control tokens (`defuse`).
-        """
-        turns = self._turns
-        if messages[0]["role"] != "tool":
-            plain = {key: value for key, value in turns[1].items() if key != "tool_calls"}
-            turns = [turns[0], plain | {"content": "?"}]
-        else:
-            turns = [turns[0], turns[1] | {"tool_calls": [make_call(str(messages[0]["name"]), {})]}]
+        """The text between the end token of a turn with calls and the first token of the next turn; `messages`: of
+        tools, `{"role": "tool", "name", "content"}`, or a user's reply, without control tokens (`defuse`)."""
+        is_reply = messages[0]["role"] != "tool"
+        last = {"content": "?"} if is_reply else {"tool_calls": [make_call(str(messages[0]["name"]), {})]}
+        turns = [self._turns[0], self._answer | last]
         ends = self._render(turns).count(self._end)
         whole = self._render([*turns, *messages], add_generation_prompt=True)
         return whole.split(self._end, ends)[-1]

@@ -8,7 +8,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, parse_conversation, render_prompt, resolve_family, thinks
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.think_tags import opens_thinking
@@ -152,15 +151,9 @@ TYPED = [
     ("use <think> tags", "the user message contains <think>"),
     (user("</think>"), "the user message contains </think>"),
     (user("hi", name="a</think>"), "the user message's name contains </think>"),
-    (
-        [{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")],
-        "reasoning_content contains",
-    ),
+    ([{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")], "_content contains"),
     (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts contains </think>"),
-    (
-        user("hi", parts={"<|im_end|>": 1}),
-        r"the user message's parts contains the tokenizer's control token <|im_end|>",
-    ),
+    (user("hi", parts={"<|im_end|>": 1}), "message's parts contains the tokenizer's control token <|im_end|>"),
 ]
 
 
@@ -284,7 +277,6 @@ PUBLISHED = {
     "nvidia/Nemotron-Nano-9B-v2": (
         f"{TURNS}{START}{{% if '/no_think' in messages[0].content %}}<think></think>{{% else %}}<think>\n{{% endif %}}"
     ),
-    "a hybrid/Thinking": f"{TURNS}{START}{OFF}{EMPTY}{{% endif %}}",
     "an opening/Instruct": f"{TURNS}{START}<think>\n",
     "a/Model-Thinking": TURNS + START,
 }
@@ -334,7 +326,7 @@ def test_a_system_message_that_the_template_leaves_out(of: Any) -> None:
     assert "Be  brief." in render_prompt(smollm3, "1+1?", "hybrid", None, "Be  brief. /think\n")
 
 
-def test_thinking_that_is_off_by_default_needs_the_key(of: Any) -> None:
+def test_thinking_that_is_off_by_default_needs_the_key(of: Any, make_run: Any) -> None:
     """Qwen3.5-0.8B and 2B: the prompt closes the thinking, and budgets closed the answer once more."""
     name = "Qwen/Qwen3.5-0.8B"
     for family in ("auto", "hybrid"):
@@ -346,14 +338,8 @@ def test_thinking_that_is_off_by_default_needs_the_key(of: Any) -> None:
         family = resolve_family(of(name), name, "auto", switch)
         assert family == "hybrid" and thinks(family, switch) is switch
         assert opens_thinking(render_prompt(of(name), "1+1?", family, switch)) is switch
-    run = RunConfig.model_validate(
-        {
-            "model": {"name": name, "enable_thinking": False},
-            "data": {"source": "x.jsonl"},
-            "rewards": [{"name": "length_reward"}],
-            "rloo": {"max_steps": 1, "thinking_budget": 100},
-        }
-    )
+    run = make_run()
+    run.model.enable_thinking, run.rloo.thinking_budget = False, 100
     with pytest.raises(ConfigError, match="set rloo.thinking_budget=null"):
         check_budget(run, "hybrid")
     with pytest.raises(DataError, match="model.enable_thinking: false"):  # a caller that skips resolve_family

@@ -1,6 +1,7 @@
 """Sources that the library reasoning-gym draws: rows, options, levels, seeds, and what cannot be drawn."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -10,11 +11,13 @@ from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
 from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
 from rloo_kit.data.load import load_data, needs_stack, prepare_data
+from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.system.isolation import LateError
 from tests.data.conftest import InPlace, jsonl, plain
 
 SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
+EIGHT = Part(SUMS, count=8, count_key="data.num_prompts")
 REWARD = "reasoning_gym_score"
 pytestmark = pytest.mark.skipif(not gym.is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
 SHORT = {"max_terms": 3, "max_digits": 2}
@@ -38,7 +41,7 @@ def prepare(make_run, tiny_tokenizer, monkeypatch):
 def fake(monkeypatch):
     """`fake(count, **options)`: rows of the stand-in for the library, which may hang or die."""
     monkeypatch.syspath_prepend(str(Path(__file__).with_name("fake_gym")))
-    return lambda count, **options: read_gym(SUMS, options, None, count, 100, "data.source", "data.num_prompts")
+    return lambda count, **options: read_gym(replace(EIGHT, options=options, count=count), 100)
 
 
 @pytest.mark.slow
@@ -149,10 +152,7 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
-        (
-            {"sources": [{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}]},
-            r"^data\.sources\.1\.curriculum_level is 99",
-        ),
+        ({"sources": [{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}]}, r"^data\.sources\.1\.curriculum_l"),
         (
             {"num_prompts": 50, "options": {"min_terms": 1, "max_terms": 1, "max_digits": 1}},
             r"gave 10 different questions in \d+ draws; 50 were .*data\.num_prompts=10 or .* another data\.options",
@@ -225,7 +225,7 @@ def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
 
     monkeypatch.setattr(gym, "_draw", late)
     with pytest.raises(DataError, match=r"^data\.curriculum_level: .*with the values of level 3"):
-        read_gym(SUMS, None, 3, 8, 100, "data.source", "data.num_prompts")
+        read_gym(replace(EIGHT, level=3), 100)
 
 
 def test_a_task_that_gives_no_row(prepare, monkeypatch):

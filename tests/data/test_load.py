@@ -32,28 +32,12 @@ def test_embedded_task(make_run, tiny_tokenizer):
         load_data(make_run("embedded/chess"), tiny_tokenizer)
 
 
-def test_hub_split_and_subset(make_run, tiny_tokenizer, monkeypatch):
-    """gsm8k needs its subset 'main', and its gold answer follows the last ####."""
-    asked = {}
-
-    def fake_load(source: str, name: str | None, split: str) -> Any:
-        asked.update(source=source, name=name, split=split)
-        return datasets.Dataset.from_dict({"question": ["q"], "answer": ["#### is 3, so\n#### 1,234 "]})
-
-    monkeypatch.setattr(datasets, "load_dataset", fake_load)
-    run = make_run("openai/gsm8k", subset="main", split="test", prompt_column="question", answer_after="####")
-    row = {"prompt": rendered("q"), "answer": "1,234", "question": "q"}
-    assert load_data(run, tiny_tokenizer).train.to_list() == [row]
-    assert asked == {"source": "openai/gsm8k", "name": "main", "split": "test"}
-
-
 def test_hub_offline(make_run, tiny_tokenizer):
     """Behind a firewall the bare error was a traceback through three libraries; it has to say what to do instead."""
     with pytest.raises(DataError) as caught:
         load_data(make_run("some-owner/no-such-data"), tiny_tokenizer)
-    message = str(caught.value)
-    assert "data.source: 'some-owner/no-such-data'" in message and "cannot be reached" in message
-    assert "HF_HOME" in message and "to_parquet" in message and "HF_TOKEN" in message
+    for part in ("data.source: 'some-owner/no-such-data'", "cannot be reached", "HF_HOME", "to_parquet", "HF_TOKEN"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +72,10 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
     assert len(load_data(run, tiny_tokenizer).train) == 1
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("rows.txt", "has the ending '.txt'; supported are .jsonl, .csv, .parquet"),
-        (".", "is a folder; name a file in it"),
-        ("missing.csv", "no file missing.csv; looked for as /"),
-    ],
-)
-def test_sources_that_are_none(make_run, tmp_path, tiny_tokenizer, monkeypatch, source, text):
+def test_another_ending_is_refused(make_run, write, tiny_tokenizer):
     """A mistyped path was taken for a hub id, and the error spoke of the network."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.txt").write_text("hi\n")
-    with pytest.raises(DataError) as caught:
-        load_data(make_run(source), tiny_tokenizer)
-    assert text in str(caught.value)
+    with pytest.raises(DataError, match=r"has the ending '\.txt'; supported are \.jsonl, \.csv, \.parquet"):
+        load_data(make_run(write("rows.txt", "hi\n")), tiny_tokenizer)
 
 
 BAD_JSONL = [
@@ -193,21 +166,21 @@ def test_missing_answer_column(make_run, write, tiny_tokenizer):
         make_run(path, reward="math_answer_reward"),
         make_run(path, answer_after="####"),
     ):
-        with pytest.raises(
-            DataError, match=r"line 1: no column '(golds|answer)'; columns found: prompt, gold. Name the"
-        ):
+        with pytest.raises(DataError, match=r"line 1: no column '(golds|answer)'; columns found: prompt, gold. Name"):
             load_data(run, tiny_tokenizer)
     assert load_data(make_run(path, answer_column="gold"), tiny_tokenizer).train["answer"][:] == ["1"]
 
 
-def test_answer_after_a_marker(make_run, write, tiny_tokenizer):
-    """A demonstration as the gold answer can never be matched; one without its marker must not slip through."""
-    path = write("rows.jsonl", jsonl({"prompt": "a", "answer": "2+2\n#### 4"}, {"prompt": "b", "answer": "5"}))
-    with pytest.raises(DataError, match=r"line 2: the answer has no '####' in it \(data.answer_after"):
-        load_data(make_run(path, answer_after="####"), tiny_tokenizer)
-    path = write("empty.jsonl", jsonl({"prompt": "a", "answer": "2+2 ####"}))
-    with pytest.raises(DataError, match="line 1: the answer is empty"):
-        load_data(make_run(path, answer_after="####"), tiny_tokenizer)
+def test_answer_after_a_marker(make_run, tiny_tokenizer):
+    """A demonstration as the gold answer can never be matched: gsm8k's follows the last ####. Null has no marker; an
+    answer that lacks it is a broken one, whatever the rewards are."""
+    rows = [{"prompt": "a", "answer": "#### is 3, so\n#### 1,234 "}, {"prompt": "b", "answer": None}]
+    run = make_run(reward=BOTH, answer_after="####")
+    assert load_data(run, tiny_tokenizer, rows=rows).train["answer"][:] == ["1,234", None]
+    for answer, problem in (("2", r"has no '####' in it \(data.answer_after"), ("2+2 ####", "is empty")):
+        for asked in (run, make_run(answer_after="####")):
+            with pytest.raises(DataError, match=f"row 2: the answer {problem}"):
+                load_data(asked, tiny_tokenizer, rows=[rows[0], {"prompt": "b", "answer": answer}])
 
 
 def test_rows_drawn_here_and_there_are_a_table_of_their_own(make_run, tiny_tokenizer):
@@ -341,12 +314,9 @@ def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):
     again = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
     other = load_data(make_run(test_size=5, seed=1), tiny_tokenizer, rows=ROWS)
     assert prompts_of(first) == prompts_of(again) != prompts_of(other)
-    assert sorted(first.test["answer"][:], key=int) == EXPECTED_TEST_ANSWERS
+    assert sorted(first.test["answer"][:], key=int) == ["14", "16", "18", "19", "20"]
     train = first.train["prompt"][:]
     assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]
-
-
-EXPECTED_TEST_ANSWERS = ["14", "16", "18", "19", "20"]
 
 
 LIMITS = ("data.test_size", "data.test_source", "data.num_prompts", "data.max_prompt_length")
@@ -437,11 +407,10 @@ def test_only_sources_with_a_column_question_get_another_for_the_user_s_message(
     sums = write("sums.jsonl", jsonl({"prompt": "1+1=", "answer": "2"}))
     talks = write("talks.jsonl", jsonl({"question": TALK, "answer": "Norway"}))
     named = {"source": str(talks), "prompt_column": "question"}
-    mixed = load_data(
-        make_run(None, sources=[{"source": str(squad)}, {"source": str(sums)}, named]), tiny_tokenizer
-    ).train
+    sources = [{"source": str(squad)}, {"source": str(sums)}, named]
+    mixed = load_data(make_run(None, sources=sources), tiny_tokenizer).train
     assert mixed["question"][:] == ["Where from?", "1+1=", ASKED] and mixed["user_message"][:] == [ASKED, "1+1=", ASKED]
-    plain = load_data(make_run(None, sources=[{"source": str(sums)}, named]), tiny_tokenizer).train
+    plain = load_data(make_run(None, sources=sources[1:]), tiny_tokenizer).train
     assert plain["question"][:] == ["1+1=", ASKED] and "user_message" not in plain.column_names
     alone = load_data(make_run(sums), tiny_tokenizer).train
     assert alone.column_names == ["prompt", "answer", "question"]
@@ -450,8 +419,6 @@ def test_only_sources_with_a_column_question_get_another_for_the_user_s_message(
     data = load_data(make_run(squad, test_source=str(sums)), tiny_tokenizer)
     assert data.train["user_message"][:] == [ASKED] and "user_message" not in data.test.column_names
 
-
-# rows without an answer: several tasks in one file
 
 NULLS = {"null.jsonl": None, "blank.jsonl": " ", "nan.jsonl": float("nan")}
 
@@ -477,15 +444,6 @@ def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsy
         message = str(caught.value)
         assert f"{path}, {place}: no answer" in message and "(data.answer_column: answer)" in message
         assert "add a reward for rows without an answer" in message
-
-
-def test_a_marker_is_asked_of_answers_only(make_run, tiny_tokenizer):
-    """Null has no marker; an answer that lacks it is a broken one, whatever the rewards are."""
-    rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": None}]
-    run = make_run(reward=BOTH, answer_after="####")
-    assert load_data(run, tiny_tokenizer, rows=rows).train["answer"][:] == ["1", None]
-    with pytest.raises(DataError, match="row 2: the answer has no '####' in it"):
-        load_data(run, tiny_tokenizer, rows=[rows[0], {"prompt": "b", "answer": "2"}])
 
 
 def test_a_column_without_one_answer_is_no_column_of_answers(make_run, tiny_tokenizer):

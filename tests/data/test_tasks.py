@@ -11,16 +11,7 @@ import pytest
 from rewards import answer_reward
 from rloo_kit.config.model_names import FAMILIES
 from rloo_kit.data import tasks
-from rloo_kit.data.tasks import (
-    NO_HABIT,
-    Habit,
-    demonstration,
-    draw_problem,
-    find_family,
-    is_reserved,
-    make_rows,
-    worked_rows,
-)
+from rloo_kit.data.tasks import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
 from rloo_kit.errors import DataError
 
 ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]
@@ -47,7 +38,7 @@ def test_gold_answers_are_right_and_the_verifier_takes_them(name):
         assert row["answer"] == result_of(row["prompt"]), row
     for _ in range(300):
         problem = family.draw(rng)
-        text = demonstration(family, problem, rng, NO_HABIT)
+        text = demonstration(family, problem, rng, tasks.NO_HABIT)
         score = reward([family.question(problem)], [text], [[1, 260, 2]], answer=[family.answer(problem)])
         assert score == [1.0], text
         assert set(text) - set(family.alphabet) <= set("</think>\n")
@@ -92,7 +83,7 @@ def test_more_rows_than_problems_is_refused():
 
 def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     """An answer that ignored its thinking would teach that thinking does not matter."""
-    rng, habit = random.Random(5), Habit(skip=0.3, slip=0.35, guess=0.5)
+    rng, habit = random.Random(5), tasks.Habit(skip=0.3, slip=0.35, guess=0.5)
     skipped = wrong = digits = 0
     for _ in range(4000):
         text = demonstration(tasks.ADDITION, (123, 456), rng, habit)  # no carries: each digit is a column's
@@ -118,10 +109,8 @@ def test_the_sums_in_words_are_asked_as_the_library_asks():
     import reasoning_gym
 
     family = tasks.CHAIN_SUM
-    rows = reasoning_gym.create_dataset(
-        "chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3, size=300, seed=1
-    )
-    for row in rows:
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3}
+    for row in reasoning_gym.create_dataset("chain_sum", **options, size=300, seed=1):
         first, sign, second = row["question"].removesuffix(" =").split()[-3:]
         problem = (int(first), sign, int(second))
         assert (family.question(problem), family.answer(problem)) == (row["question"], row["answer"])

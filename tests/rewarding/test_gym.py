@@ -14,6 +14,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data import gym
 from rloo_kit.data.answers import GymRow, gold_answers
 from rloo_kit.data.gym import GYM_COLUMN, read_gym
+from rloo_kit.data.sources import Part
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
@@ -198,7 +199,7 @@ def test_the_verifiers_column_is_the_accuracy_of_a_rollout() -> None:
 
 def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, in_place: None) -> None:
     """It is called on made-up completions of a real row before any weights are loaded, and says what is missing."""
-    source = read_gym("reasoning_gym/number_sorting", None, None, 3, 11, "data.source", "")
+    source = read_gym(Part("reasoning_gym/number_sorting", count=3), 11)
     run, drawn = make_run({"name": "reasoning_gym_score"}), source.row(0)
     for find in FINDERS:  # no completion had the tag: a run that looks for it was warned that it teaches nothing
         tried = make_run({"name": "reasoning_gym_score", "params": {"find": find, "threshold": 1.0}})

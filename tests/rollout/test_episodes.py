@@ -167,12 +167,8 @@ def test_a_call_that_nothing_can_take_is_unreadable(tiny_tokenizer, case):
 
 
 def show(
-    text: str,
-    count: int = 1,
-    both: int | str = 0,
-    maybe: str | None = None,
-    many: list[str] = [],  # noqa: B006
-) -> str:
+    text: str, count: int = 1, both: int | str = 0, maybe: str | None = None, many: list[str] = []  # noqa: B006
+) -> str:  # fmt: skip
     """Show.
 
     Args:

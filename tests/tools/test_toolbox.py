@@ -130,30 +130,22 @@ def test_async_tools_in_a_process_that_runs_a_loop():
 
 
 def test_an_environment_survives_the_death_of_its_process():
-    """A call that hangs ends the process with the environments of all rows: each is built again from its own calls."""
+    """A call that hangs ends the process with the environments of all rows: each is built again from its own calls, in
+    a time of its own. Three calls of 0.4 s, repeated before the next one, were more than its limit of 1 s: the row was
+    lost for good, and with each of its calls the process of all others."""
     toolbox = toolbox_of(environment=f"{FILE}:Counter")
     assert toolbox.owns_reward and toolbox.environment == "Counter"
     found = toolbox.reset([0, 1, 2], [{"start": 5, "prompt": "x"}, {"start": 0}, {"start": -1}])
     assert [(one.content, one.kind) for one in found] == [(" (from 5)", "ok"), ("", "ok"), ("", "failed")]
-    assert toolbox.call(0, [("step", {"by": 2}), ("step", {"by": 3})]).result() == [Result("7"), Result("10")]
+    slow = [("step", {"by": 4})] * 3
+    assert [result.content for result in toolbox.call(0, slow).result()] == ["9", "13", "17"]
     (late,) = toolbox.call(1, [("step", {"by": 13})]).result()
     assert late.kind == "failed"
-    assert toolbox.call(0, [("step", {"by": 1})]).result() == [Result("11")]
-    assert toolbox.ask(0, "get_reward", []).result() == 11.0
-    assert toolbox.environments()[0].count == 11
+    assert toolbox.call(0, [("step", {"by": 1})]).result() == [Result("18")]
+    assert toolbox.ask(0, "get_reward", []).result() == 18.0
+    assert toolbox.environments()[0].count == 18
     (lost,) = toolbox.call(2, [("step", {"by": 1})]).result()
     assert lost.kind == "failed" and "cannot be started" in lost.content
-
-
-def test_an_environment_is_built_again_in_a_time_of_its_own():
-    """Three calls of 0.4 s, repeated before the next one, were more than its limit of 1 s: the row was lost for good,
-    and with each of its calls the process of all others."""
-    toolbox = toolbox_of(environment=f"{FILE}:Counter")
-    toolbox.reset([0, 1], [{}, {}])
-    slow = [("step", {"by": 4})] * 3
-    assert [one.content for one in toolbox.call(0, slow).result()] == ["4", "8", "12"]
-    assert toolbox.call(1, [("step", {"by": 13})]).result()[0].kind == "failed"
-    assert [one.content for one in toolbox.call(0, slow).result()] == ["16", "20", "24"]
 
 
 class World:
@@ -335,9 +327,8 @@ def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", KEY)
     toolbox = toolbox_of(environment=f"{LEAKING}:Leaky", tool_env=["MY_API_KEY"])
     good, bad = toolbox.reset([0, 1], [{}, {"fail": 1}])
-    assert good.content == " Ask https://host/?key=***." and bad.detail.startswith(
-        "reset: ConnectionError: no host ***"
-    )
+    assert good.content == " Ask https://host/?key=***."
+    assert bad.detail.startswith("reset: ConnectionError: no host ***")
     assert toolbox.call(0, [("look", {})]).result()[0].content == "from https://host/?key=***"
     assert toolbox.ask(0, "respond", []).result() == [{"role": "user", "content": "use ***", "number": 0}]
     with pytest.raises(RewardError, match=r"no reward from https://host/\?key=\*\*\*"):

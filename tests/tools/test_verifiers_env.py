@@ -178,9 +178,8 @@ def test_of_a_package_in_the_users_folder_its_files_count(site, folder):
     (package / "walls.py").write_text("Wall = 2\n")
     changed = {name for name, one in read_versions("verifiers/kit-maze").items() if one != then[name]}
     assert changed == {"version of walls.py"}
-    assert set(read_versions("verifiers/kit_guess")) == {
-        f"version of {one}" for one in ("verifiers", "kit_guess", "kit_guess.py")
-    }
+    names = ("verifiers", "kit_guess", "kit_guess.py")
+    assert set(read_versions("verifiers/kit_guess")) == {f"version of {name}" for name in names}
     assert not {"kit_guess", "kit_maze", "wordle"} & set(sys.modules), "they are imported in the process of the tools"
 
 
