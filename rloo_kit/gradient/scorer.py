@@ -131,7 +131,7 @@ class Scorer:
         layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
         with load_backend("unsloth").uncompiled():
-            singles = [[Group(group.prompt, [one])] for group in groups for one in group.completions if len(one)]
+            singles = [[Group(group.prompt, [ids])] for group in groups for ids in group.completions if len(ids)]
             single = self._check(model, singles, "padded")
             with _quiet(model, trains=False), torch.no_grad():
                 together = self._pass(model, groups, "padded", need_entropy=False).logps

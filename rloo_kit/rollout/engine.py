@@ -74,7 +74,7 @@ class Call:
         `wait_s`: for the first reply, None as long as it takes."""
         if not self.away:
             return []
-        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda one: self.away[one].number)
+        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda reply: self.away[reply].number)
         return [state for reply in done if self._resume(state := self.away.pop(reply), reply)]
 
     def ask_and_wait(self, state: CompletionState) -> bool:
