@@ -28,7 +28,6 @@ ALIBI = ("bloom", "mpt")
 PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
-
 _measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
 
 
@@ -128,13 +127,9 @@ def build_engine(
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
         engine: `rollout.engine`: auto, native, generate, vllm or server.
         backend: "unsloth" or "transformers", whichever loaded the model.
-        temperature: 0 is greedy decoding.
-        end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
-        rows: completions at once, at most; None for all.
+        temperature, end_ids, rows, filters, say: see `Sampling`. pad_id: pads rows; it never reaches a result.
         server: where the engine "server" samples, and how it gets the adapter.
         vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
-        filters: truncate the sampled distribution.
-        say: gets one line when rows are halved because memory ran out.
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
     name, reason = resolve_engine(engine, backend, model)
@@ -143,15 +138,13 @@ def build_engine(
         return NativeEngine(model, mode, reason, sampling)
     if name == "generate":
         return GenerateEngine(model, mode, reason, sampling, pad_id)
-    if name == "vllm":
-        from rloo_kit.rollout.vllm_engines import VllmEngine
+    from rloo_kit.rollout.vllm_engines import ServerEngine, VllmEngine  # loads an HTTP client
 
+    if name == "vllm":
         if (started := find_vllm(model)) is None:
             positions = model.config.get_text_config().max_position_embeddings
             started = start_vllm(model, vllm or VllmSettings(min(USUAL_TOKENS, positions)))
         return VllmEngine(model, started, sampling)
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
-    from rloo_kit.rollout.vllm_engines import ServerEngine  # loads an HTTP client
-
     return ServerEngine(server, reason, sampling)
