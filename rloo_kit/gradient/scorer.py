@@ -51,10 +51,8 @@ TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5,
 @dataclass(frozen=True)
 class Scores:
     """Scores of the N completion tokens, group by group, completion after completion: nats, float32. Not the model's
-    output itself, which would keep 8 % more memory in a step with `memory: low`.
-
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
-    is the auxiliary loss of a mixture of experts, if requested.
+    output itself, which would keep 8 % more memory in a step with `memory: low`. Only `logps` carries a gradient;
+    `entropies`, and the auxiliary loss of a mixture of experts, are None unless requested.
     """
 
     logps: torch.Tensor
@@ -276,9 +274,8 @@ class PolicyScorer:
                 return self.scorer.score(model, groups, need_entropy=False).logps
 
     def is_reference(self) -> bool:
-        """Whether the policy's weights still equal the reference's; not checked any more once they have moved.
-
-        Raises ConfigError if the model has another trainer's reference by now."""
+        """Whether the policy's weights still equal the reference's; not checked any more once they have moved. Raises
+        ConfigError if the model has another trainer's reference by now."""
         if getattr(self.policy, "peft_config", {}).get("ref") is not self.copy:
             raise ConfigError("a later trainer on this model replaced this one's KL reference: make a new RLOOTrainer")
         if self._may_be_reference:

@@ -70,9 +70,7 @@ class GenerateEngine(Engine):
                     mode.close()
                     mode.enter_context(self._mode())
                     entered = len(batch)
-                with torch.no_grad():
-                    fits = self._generate(call, batch)
-                if not fits:
+                if not self._generate(call, batch):
                     mode.close()
                     self._halve(len(batch), f"the {len(order)} unfinished ones start over")
                     continue
@@ -81,6 +79,7 @@ class GenerateEngine(Engine):
                     call.send_away(call.states[row])
                 call.report(total - len(order) - len(call.away))
 
+    @torch.no_grad()
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
         states = [deepcopy(call.states[row]) for row in batch]

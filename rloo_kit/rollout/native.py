@@ -187,8 +187,8 @@ def walks_layers(model: Any, mode: Callable[[Any], AbstractContextManager[None]]
 
 
 def _agrees(decoder: ModuleDecoder) -> bool:
-    """Whether a decoder's logits are those of the model's forward, for two random rows of unequal length. Those that
-    contain a NaN agree: the rollout says that the weights are broken."""
+    """Whether a decoder's logits are those of the model's forward, for two random rows of unequal length. NaNs agree:
+    the rollout says that the weights are broken."""
     generator, vocabulary = torch.Generator().manual_seed(0), decoder.model.config.get_text_config().vocab_size
     rows = [torch.randint(vocabulary, (length,), generator=generator) for length in CHECKED]
     cache = SlotCache(slots=2, block_tokens=max(CHECKED))
