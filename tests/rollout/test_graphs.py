@@ -62,12 +62,12 @@ SHAPES = {
         }
     }),
 }  # fmt: skip
-KINDS = {  # dtype of the model, 4-bit weights, the decoder that is chosen
-    "float32": (torch.float32, False, "DirectDecoder"),
-    "bf16": (torch.bfloat16, False, "DirectDecoder"),
-    "nf4": (torch.bfloat16, True, "DirectDecoder"),
-    "nf4, float32": (torch.float32, True, "DirectDecoder"),
-    "some 4-bit, float32": (torch.float32, True, "DirectDecoder"),  # as dynamic 4-bit models are
+KINDS = {  # dtype of the model, 4-bit weights
+    "float32": (torch.float32, False),
+    "bf16": (torch.bfloat16, False),
+    "nf4": (torch.bfloat16, True),
+    "nf4, float32": (torch.float32, True),
+    "some 4-bit, float32": (torch.float32, True),  # as dynamic 4-bit models are
 }
 IN_16_BITS = ["lm_head", "model.layers.1.mlp", "model.layers.2.self_attn.k_proj", "model.layers.0.mlp.down_proj"]
 ONE_STEP = 2**-7  # bf16 keeps 8 bits: two neighbours differ by at most 1/128 of their size
@@ -78,7 +78,7 @@ def make_model(tmp_path: Any) -> Callable[..., Any]:
     """`make_model(kind, shape="qwen3", **config)`: random weights, an adapter on all layers, not the identity."""
 
     def build(kind: str, shape: str = "qwen3", **config: Any) -> Any:
-        dtype, in_4bit, _ = KINDS[kind]
+        dtype, in_4bit = KINDS[kind]
         made, model_class, own = SHAPES[shape]
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_log_probabilities_are_those_of_single_sequences(make_model, replayed, s
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     for engine in (engine_for(model, rows=7), in_graphs(engine_for(model, rows=7))):
         found = engine.sample(prompts, BUDGET)
-        assert engine.decoder == KINDS[kind][2]
+        assert engine.decoder == "DirectDecoder"
         assert engine.uses_graphs == (engine.counts["replays"] > 10) == (engine.counts["captures"] > 2)
         assert len({len(ids) for ids in found.completion_ids}) > 3 and any(found.forced) and not all(found.forced)
         check_logps(model, prompts, found, tolerance=1e-5)
@@ -167,28 +167,19 @@ def as_float32(model: Any) -> Any:
     from bitsandbytes.functional import dequantize_4bit
 
     base = model.get_base_model()
-    plain = type(base)(
-        type(base.config)(**{k: v for k, v in base.config.to_dict().items() if k != "quantization_config"})
-    )
+    config = {name: value for name, value in base.config.to_dict().items() if name != "quantization_config"}
+    plain = type(base)(type(base.config)(**config))
     weights = {}
-    for name, module in model.get_base_model().named_modules():
+    for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
             if hasattr(weight, "quant_state"):
                 weight = dequantize_4bit(weight.data, weight.quant_state)
-            weights[f"{name}.weight"] = (
-                weight.float()
-                + (module.lora_B["default"].weight.float() @ module.lora_A["default"].weight.float())
-                * module.scaling["default"]
-            )
+            weights[f"{name}.weight"] = weight.float() + module.get_delta_weight("default").float()
             if module.base_layer.bias is not None:
                 weights[f"{name}.bias"] = module.base_layer.bias.float()
-    rest = {
-        name: value.float()
-        for name, value in base.state_dict().items()
-        if "base_layer" not in name and "lora" not in name
-    }
-    plain.load_state_dict({name: value for name, value in rest.items() if name in plain.state_dict()} | weights)
+    rest = {name: value.float() for name, value in base.state_dict().items() if name in plain.state_dict()}
+    plain.load_state_dict(rest | weights)
     return plain.eval()
 
 
@@ -317,7 +308,7 @@ def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
         with FakeTensorMode(allow_non_fake_inputs=True):
             drawn = steps.compute(steps._inputs, steps._uniform, steps._history, 256)
         assert drawn.shape == (2, 4) and torch.equal(steps._drawn, before)
-    assert type(decoder).__name__ == KINDS[kind][2]
+    assert type(decoder).__name__ == "DirectDecoder"
 
 
 def test_less_than_half_of_the_operations(make_model):

@@ -90,8 +90,6 @@ class StandIn:
         """Bodies of the requests to `path`, in order."""
         return [body for where, body in self.requests if where == path]
 
-    # ------------------------------------------------------------------------------------------------ HTTP
-
     def handle(self, request: BaseHTTPRequestHandler, body: dict[str, Any] | None) -> None:
         with self._count_lock:
             if body is not None:
@@ -133,8 +131,6 @@ class StandIn:
         if path not in routes:
             raise Refusal(404, "Not Found", is_route=True)
         return routes[path](body)
-
-    # ------------------------------------------------------------------------------------------------ vLLM's answers
 
     def load(self, body: dict[str, Any]) -> str:
         assert set(body) == {"lora_name", "lora_path"}, body
