@@ -107,9 +107,8 @@ def make_advantages(
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of the rewards that apply: (B, F), (F,) -> (B,). NaN where none with a weight applies: one that is
-    only logged scores nothing. A NaN entry drops that function's term for the sample, as in TRL.
-    """
+    """Weighted sum of the rewards that apply: (B, F), (F,) -> (B,). A NaN entry drops that function's term for the
+    sample, as in TRL; NaN where none with a weight applies."""
     combined = (rewards_per_func * weights.unsqueeze(0)).nansum(dim=1)
     return combined.masked_fill(rewards_per_func[:, weights != 0].isnan().all(dim=1), torch.nan)
 
@@ -136,8 +135,7 @@ def kl_charge(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int], form
 
 
 def kl_to_go(kl: torch.Tensor, mask: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The KL from each token to the end of its completion, for `per_token`: (N,), (N,) -> (N,), 0 where masked (arXiv
-    2501.03262)."""
+    """The KL from each token to the end of its completion, for `per_token`: (N,), (N,) -> (N,), 0 where masked."""
     kept = mask.bool()
     wide = kl.masked_fill(~kept, 0.0)
     rows = (wide if kl.device.type == "mps" else wide.double()).split(list(lengths))
@@ -218,9 +216,7 @@ def standardize(values: torch.Tensor, eps: float) -> torch.Tensor:
 
 class RunningMoments:
     """Mean and standard deviation of all rewards so far (`normalize_rewards: running`), part of a checkpoint's state.
-
-    The standard deviation of one small rollout is a poor estimate, and rescales rewards differently at each step.
-    Nothing is forgotten here, so the scale settles.
+    Unlike that of one small rollout, the scale settles.
 
     >>> running = RunningMoments()
     >>> running.update(torch.tensor([0.0, 1.0, torch.nan]))
@@ -263,4 +259,4 @@ def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     grouped = rewards.view(-1, num_generations)
     high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-    return torch.isclose(high, low) | (grouped.isnan().all(dim=1))
+    return torch.isclose(high, low) | grouped.isnan().all(dim=1)

@@ -32,9 +32,9 @@ class TokenScores(ModelOutput):
 class _ScoreTokens(torch.autograd.Function):
     """log softmax((h W^T + b) / temperature)[target], tile by tile.
 
-    With a frozen head, the forward pass already computes the derivative of each log-probability with respect to its
-    state, (W[target] - sum of p W) / temperature, because the exponentials are available there. That (N, H) tensor is
-    all that is kept. For a trained head, the backward pass recomputes the logits.
+    With a frozen head, the forward pass also computes the derivative of each log-probability with respect to its state,
+    (W[target] - sum of p W) / temperature, and keeps only that (N, H) tensor. With a trained one, the backward pass
+    recomputes the logits.
     """
 
     @staticmethod
@@ -99,8 +99,8 @@ def _score_tile(
 ) -> tuple[torch.Tensor, ...]:
     """logps, log norms and entropies (n,) and slopes (n, H) of a tile's tokens; the last two empty if not requested.
 
-    One pass over the vocabulary: sums of exponentials are kept relative to the largest logit so far. The target's
-    exponential is kept separate from the rest, so that 1 - p is exact in 16 bits where p is close to 1.
+    Sums of exponentials are kept relative to the largest logit so far, and the target's exponential separate from the
+    rest, so that 1 - p is exact in 16 bits where p is close to 1.
     """
     target_exp = rest = spread = slopes = top = chosen = torch.zeros(len(hidden), device=hidden.device)
     for columns in _column_tiles(weight):

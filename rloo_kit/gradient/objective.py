@@ -93,26 +93,25 @@ def policy_loss(
     kept = mask.bool()
     difference = (logps - old_logps.detach()).masked_fill(~kept, 0.0)  # (N,)
     advantages = advantages.detach()
+    tokens = sum_rows(kept.to(difference.dtype), lengths)  # (R,)
     if settings.ratio_form == "per_token":
         per_token = spread(advantages, lengths) if advantages.numel() != logps.numel() else advantages
         gain, parts = _bounded_gain(difference, per_token, settings)
         gain = gain if weights is None else gain * weights
         per_row = sum_rows(gain.masked_fill(~kept, 0.0), lengths)
-        tokens = sum_rows(kept.to(difference.dtype), lengths)
         if settings.token_mean == "completion":
             per_row = per_row / tokens.clamp(min=1)
         parts = {n: sum_rows(part * kept, lengths) / tokens.clamp(min=1) for n, part in parts.items()}
         parts["ratio"] = parts["ratio"].masked_fill(tokens == 0, 1.0)
-        return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})
-    if weights is not None:  # the same value, its gradient times the weight
-        fixed = difference.detach()
-        difference = fixed + weights.detach().masked_fill(~kept, 0.0) * (difference - fixed)
-    tokens = sum_rows(kept.to(difference.dtype), lengths)  # (R,)
-    log_ratio = sum_rows(difference, lengths)
-    if settings.ratio_form == "length_normalized":
-        log_ratio = log_ratio / tokens.clamp(min=1)
-    gain, parts = _bounded_gain(log_ratio, advantages.to(log_ratio.dtype), settings)
-    per_row = gain.masked_fill(tokens == 0, 0.0)
+    else:
+        if weights is not None:  # the same value, its gradient times the weight
+            fixed = difference.detach()
+            difference = fixed + weights.detach().masked_fill(~kept, 0.0) * (difference - fixed)
+        log_ratio = sum_rows(difference, lengths)
+        if settings.ratio_form == "length_normalized":
+            log_ratio = log_ratio / tokens.clamp(min=1)
+        gain, parts = _bounded_gain(log_ratio, advantages.to(log_ratio.dtype), settings)
+        per_row = gain.masked_fill(tokens == 0, 0.0)
     return LossParts(-per_row.float(), **{n: part.float() for n, part in parts.items()})
 
 
@@ -150,8 +149,8 @@ def correction_weights(
 
     They correct for a sampler that computes the same policy with other kernels, quantisation or precision. Truncation
     (Ionides 2008) bounds the variance at the price of a small bias. Masking removes tokens (IcePop, arXiv 2510.18855)
-    or completions (MIS, https://richardli.xyz/rl-collapse) whose ratio is out of bounds from the gradient, without
-    rescaling the rest. TRL has the four forms for GRPO (`vllm_importance_sampling_mode`), not for RLOO.
+    or completions (MIS, https://richardli.xyz/rl-collapse) whose ratio is out of bounds from the gradient. TRL has the
+    four forms for GRPO (`vllm_importance_sampling_mode`), not for RLOO.
 
     >>> logps, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, torch.nan])
     >>> correction_weights(logps, sampled, torch.ones(3), [3], "token", 0.0, 2.0).tolist()
@@ -162,13 +161,11 @@ def correction_weights(
     Args:
         logps: (N,) nats, under the trainer's policy when the completions were sampled.
         sampler_logps: (N,) nats, NaN for tokens that were not sampled (a forced close).
-        mask: (N,), bool or 0 and 1, the scored tokens.
-        lengths: tokens of each completion, 0 allowed; their sum is N.
+        mask: (N,), bool or 0 and 1, the scored tokens. lengths: of each completion, 0 allowed; their sum is N.
         form: "token": each token's own ratio. "sequence": for all tokens of a completion, the product of the ratios of
             its sampled and scored tokens. Both are at most `cap`. With "_mask", a ratio outside [floor, cap] gives
             weight 0.
-        floor: 0 or more, below 1; only the masked forms read it.
-        cap: 1 or more.
+        floor: 0 or more, below 1; only the masked forms read it. cap: 1 or more.
 
     Returns:
         The weights, 0 to `cap`. The token forms give 1 for a token that is masked or was not sampled, the sequence
@@ -206,11 +203,9 @@ def all_finite(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> bool
     (False, True)
 
     Args:
-        tensors: of any shape; with a mask, of the mask's shape.
-        mask: bool or 0 and 1.
+        tensors: of any shape; with a mask, of the mask's shape. mask: bool or 0 and 1.
     """
-    flags = []
-    for tensor in tensors:
-        finite = tensor.detach().isfinite()
-        flags.append((finite if mask is None else finite | ~mask.bool()).all())
-    return bool(torch.stack([flag.cpu() for flag in flags]).all())
+    finite = [tensor.detach().isfinite() for tensor in tensors]
+    if mask is not None:
+        finite = [entries | ~mask.bool() for entries in finite]
+    return bool(torch.stack([entries.all().cpu() for entries in finite]).all())

@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -110,12 +112,10 @@ def lay_out(groups: Sequence[Group], layout: str, pad_id: int = 0) -> Layout:
 
 def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
-    width = max(len(prompt) + len(completion) for prompt, completion in rows)
-    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.long, device=rows[0][0].device)
+    input_ids = pad_sequence([torch.cat(row) for row in rows], batch_first=True, padding_value=pad_id)
+    width = input_ids.size(1)
     predictors = []
     for row, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        input_ids[row, :end] = torch.cat([prompt, completion])
         first = row * width + len(prompt) - 1
         predictors.append(torch.arange(first, first + len(completion), device=input_ids.device))
     return Layout(
@@ -146,7 +146,7 @@ def token_weights(groups: Sequence[Group], mask: torch.Tensor, layout: str) -> t
             prompt = kept.new_full((len(group.prompt),), copies)
             pieces += [kept] if copies == 0 else [torch.cat([prompt, kept])]
     if layout == "padded":
-        return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).flatten()
+        return pad_sequence(pieces, batch_first=True).flatten()
     return torch.cat(pieces)
 
 
@@ -183,23 +183,19 @@ def plan_attention(layout: Layout) -> AttentionPlan:
     """The plan of a packed layout. A token in several sequences (a shared prompt) takes its state from the first."""
     device = layout.input_ids.device
     tokens = layout.input_ids.numel()
-    members = [
-        torch.cat([torch.arange(first, last, device=device) for first, last in spans]) for spans in layout.sequences
-    ]
+    places = torch.arange(tokens, device=device)
+    members = [torch.cat([places[slice(*span)] for span in spans]) for spans in layout.sequences]
     lengths = [len(member) for member in members]
-    buckets, order, starts = [], [], []
+    buckets, order, starts = list[Bucket](), list[int](), list[int]()
     offset = 0
     for chosen in _alike(lengths):
         length = max(lengths[row] for row in chosen)
         filled = [torch.cat([members[row], members[row][-1:].expand(length - lengths[row])]) for row in chosen]
         buckets.append(Bucket(torch.cat(filled), len(chosen), length))
-        for place, row in enumerate(chosen):
-            order.append(row)
-            starts.append(offset + place * length)
+        order += chosen
+        starts += [offset + place * length for place in range(len(chosen))]
         offset += len(chosen) * length
-    begin = [0]
-    for length in lengths:
-        begin.append(begin[-1] + length)
+    begin = [0, *accumulate(lengths)]
     return AttentionPlan(
         buckets=buckets,
         inverse=_inverse([members[row] for row in order], starts, tokens),
@@ -235,9 +231,6 @@ def _alike(lengths: list[int]) -> list[list[int]]:
         else:
             buckets.append([row])
     return buckets
-
-
-# ---------------------------------------------------------------------------------------------- attention in a model
 
 
 def install(model: torch.nn.Module) -> None:

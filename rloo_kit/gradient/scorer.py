@@ -33,7 +33,6 @@ CHECK_LOGITS = 16  # tokens whose logits are computed for the whole vocabulary
 SHARED_PAYS = 1.3  # Unsloth's own threshold: tokens with repeated prompts over tokens with shared ones
 WATCHED, LARGEST_WATCHED = 14, 2**24  # self-check: trained tensors from each end, and maximum elements of each
 
-
 Checked = tuple[torch.Tensor, list[torch.Tensor]]  # log-probabilities and gradients
 
 
@@ -52,10 +51,8 @@ TOLERANCE, TOLERANCE_16_BITS = Tolerance(1e-3, 1e-3, 1e-3), Tolerance(0.05, 0.5,
 @dataclass(frozen=True)
 class Scores:
     """Scores of the N completion tokens, group by group, completion after completion: nats, float32. Not the model's
-    output itself, which would keep 8 % more memory in a step with `memory: low`.
-
-    `logps` carries a gradient where grad is enabled; `entropies` never does and is None unless requested. `aux_loss`
-    is the auxiliary loss of a mixture of experts, if requested.
+    output itself, which would keep 8 % more memory in a step with `memory: low`. Only `logps` carries a gradient;
+    `entropies`, and the auxiliary loss of a mixture of experts, are None unless requested.
     """
 
     logps: torch.Tensor
@@ -100,6 +97,7 @@ class Scorer:
         groups: Sequence[Group],
         need_entropy: bool = True,
         balanced: torch.Tensor | None = None,
+        layout: str | None = None,
     ) -> Scores:
         """Scores of all completion tokens, group by group, completion after completion, in one pass.
 
@@ -108,14 +106,26 @@ class Scorer:
             groups: at least one completion. need_entropy: False skips the entropies (the reference pass).
             balanced: (N,) bool, the completion tokens that count in the auxiliary loss of a mixture of experts; prompts
                 always count. None: the loss is not computed.
+            layout: one of `LAYOUTS`; None for the one in use.
         """
-        return self._pass(model, groups, self.layout, need_entropy, balanced)
+        layout = layout or self.layout
+        laid = lay_out(groups, layout, self.pad_id)
+        keywords = {} if layout == "padded" else self._keywords(laid, layout)
+        if balanced is not None:
+            keywords["token_weights"] = token_weights(groups, balanced, layout)
+        output = model(
+            input_ids=laid.input_ids,
+            score_positions=laid.score_positions,
+            score_targets=laid.score_targets,
+            temperature=self.temperature,
+            need_entropy=need_entropy,
+            **keywords,
+        )
+        return Scores(output.logps, output.entropies, output.aux_loss)
 
     def choose_layout(self, groups: Sequence[Group]) -> None:
         """Choose the layout for a rollout, given all its groups: prompts are shared if there is a choice and it pays.
-
-        Unsloth attends to shared prompts by flex attention, which is slower than its kernel for sequences end to end.
-        With long completions, the prompts are too small a share of the tokens to make up for that.
+        Unsloth's flex attention for shared prompts is slower than its kernel for sequences end to end.
         """
         if {"shared", "repeated"} <= set(self.layouts):
             pays = count_tokens(groups, "repeated") >= SHARED_PAYS * count_tokens(groups, "shared")
@@ -131,10 +141,10 @@ class Scorer:
         layouts use the same kernels, only the smallest is kept."""
         groups = _check_groups(model)
         with load_backend("unsloth").uncompiled():
-            singles = [[Group(group.prompt, [one])] for group in groups for one in group.completions if len(one)]
+            singles = [[Group(group.prompt, [ids])] for group in groups for ids in group.completions if len(ids)]
             single = self._check(model, singles, "padded")
             with _quiet(model, trains=False), torch.no_grad():
-                together = self._pass(model, groups, "padded", need_entropy=False).logps
+                together = self.score(model, groups, need_entropy=False, layout="padded").logps
             gap = (together - single[0]).abs().mean().item()
             if not gap <= 2 * _tolerance(model).mean:
                 raise BackendError(
@@ -167,8 +177,8 @@ class Scorer:
         return tuple(agree), "; ".join([reason, *refused])
 
     def _prepare(self, model: torch.nn.Module) -> None:
-        """Make the model accept packed rows. Raises ValueError, with the reason, if its layers cannot: a state leaks
-        between sequences by less than the tolerances of 16 bits, and a window may be longer than the check's rows."""
+        """Make the model accept packed rows. Raises ValueError, with the reason, if its layers cannot; the check might
+        not see that a state leaks a little, or that a window is longer than its rows."""
         if kinds := find_other_layers(model):
             raise ValueError(f"packed sequences would reach each other through its layers ({kinds})")
         if self._keywords is packing.keywords:
@@ -180,39 +190,17 @@ class Scorer:
         # of the first and the last layers: a leak anywhere shows in one of them
         watched = trained if len(trained) <= 2 * WATCHED else trained[:WATCHED] + trained[-WATCHED:]
         scored = list[torch.Tensor]()
-        lengths = [len(ids) for groups in passes for group in groups for ids in group.completions]
-        weights = torch.linspace(-1.0, 2.0, sum(lengths))
+        tokens = sum(len(ids) for groups in passes for group in groups for ids in group.completions)
+        weights = torch.linspace(-1.0, 2.0, tokens)
         with _quiet(model, bool(watched)), torch.set_grad_enabled(bool(watched)), _gradients_aside(model):
             for groups in passes:
-                logps = self._pass(model, groups, layout, need_entropy=False).logps
+                logps = self.score(model, groups, need_entropy=False, layout=layout).logps
                 factors, weights = weights[: len(logps)].to(logps.device), weights[len(logps) :]
                 if watched:  # backward(), because reentrant checkpoints refuse `autograd.grad`
                     (logps * factors).sum().backward()
                 scored.append(logps.detach())
             gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in watched]
         return torch.cat(scored), [gradient.float() for gradient in gradients]
-
-    def _pass(
-        self,
-        model: torch.nn.Module,
-        groups: Sequence[Group],
-        layout: str,
-        need_entropy: bool,
-        balanced: torch.Tensor | None = None,
-    ) -> Scores:
-        laid = lay_out(groups, layout, self.pad_id)
-        keywords = {} if layout == "padded" else self._keywords(laid, layout)
-        if balanced is not None:
-            keywords["token_weights"] = token_weights(groups, balanced, layout)
-        output = model(
-            input_ids=laid.input_ids,
-            score_positions=laid.score_positions,
-            score_targets=laid.score_targets,
-            temperature=self.temperature,
-            need_entropy=need_entropy,
-            **keywords,
-        )
-        return Scores(output.logps, output.entropies, output.aux_loss)
 
 
 class PolicyScorer:
@@ -286,9 +274,8 @@ class PolicyScorer:
                 return self.scorer.score(model, groups, need_entropy=False).logps
 
     def is_reference(self) -> bool:
-        """Whether the policy's weights still equal the reference's; not checked any more once they have moved.
-
-        Raises ConfigError if the model has another trainer's reference by now."""
+        """Whether the policy's weights still equal the reference's; not checked any more once they have moved. Raises
+        ConfigError if the model has another trainer's reference by now."""
         if getattr(self.policy, "peft_config", {}).get("ref") is not self.copy:
             raise ConfigError("a later trainer on this model replaced this one's KL reference: make a new RLOOTrainer")
         if self._may_be_reference:
@@ -298,9 +285,6 @@ class PolicyScorer:
     def tokens(self, groups: list[Group]) -> int:
         """Tokens that a pass over these groups computes."""
         return self.scorer.tokens(groups)
-
-
-# ------------------------------------------------------------------------------------------------ the self-check
 
 
 def _check_groups(model: torch.nn.Module) -> list[Group]:

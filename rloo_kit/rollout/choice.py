@@ -28,7 +28,6 @@ ALIBI = ("bloom", "mpt")
 PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
-
 _measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
 
 
@@ -47,13 +46,13 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         BackendError: an engine that cannot be used here.
     """
     is_unsloth = backend == "unsloth"
-    own = None if is_unsloth else _find_own_generate(model)  # Unsloth's is a patch itself
+    module = None if is_unsloth else _find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
-        if own is None and find_vllm(model) is not None:
+        if module is None and find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
-        if own is not None:
-            return "generate", f"the model's own generate ({own}) is called"
+        if module is not None:
+            return "generate", f"the model's own generate ({module}) is called"
         obstacle = _native_obstacle(model, backend)
         if not obstacle and model in _measured:
             return _measured[model]
@@ -69,7 +68,7 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
             problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
         if problem:
             raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
-    bypassed = f"; the model's own generate ({own}) is not called" if own and wanted != "generate" else ""
+    bypassed = f"; the model's own generate ({module}) is not called" if module and wanted != "generate" else ""
     return wanted, f"rollout.engine asks for it{bypassed}"
 
 
@@ -77,19 +76,19 @@ def _find_own_generate(model: Any) -> str | None:
     """The module of a `generate` that was patched, on the model or on a class, or that its class defines, which the
     native loop would bypass; None if it is transformers' own."""
     for part in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
-        found: Any = getattr(part, "generate", None)
-        while found is not None:  # a decorator may hide the function it wraps, or be the patch
-            module = getattr(found, "__globals__", {}).get("__name__") or type(found).__module__
+        function: Any = getattr(part, "generate", None)
+        while function is not None:  # a decorator may hide the function it wraps, or be the patch
+            module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
             if not any(module == name or module.startswith(f"{name}.") for name in PLAIN):
                 return str(module)
-            found = getattr(found, "__wrapped__", None)
+            function = getattr(function, "__wrapped__", None)
     return None
 
 
 def _native_obstacle(model: Any, backend: str) -> str | None:
     """Why the native engine cannot sample from this model; None if it can."""
     config = model.config.get_text_config()
-    if any(one.is_prompt_learning for one in getattr(model, "peft_config", {}).values()):
+    if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return "its adapter adds virtual tokens"
     windows = getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
     if windows or find_other_layers(model):
@@ -128,13 +127,9 @@ def build_engine(
         model: a PeftModel or a causal language model, without DDP or accelerate around it; in any mode.
         engine: `rollout.engine`: auto, native, generate, vllm or server.
         backend: "unsloth" or "transformers", whichever loaded the model.
-        temperature: 0 is greedy decoding.
-        end_ids: ids that end a completion. pad_id: pads rows; it never reaches a result.
-        rows: completions at once, at most; None for all.
+        temperature, end_ids, rows, filters, say: see `Sampling`. pad_id: pads rows; it never reaches a result.
         server: where the engine "server" samples, and how it gets the adapter.
         vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
-        filters: truncate the sampled distribution.
-        say: gets one line when rows are halved because memory ran out.
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
     name, reason = resolve_engine(engine, backend, model)
@@ -143,15 +138,13 @@ def build_engine(
         return NativeEngine(model, mode, reason, sampling)
     if name == "generate":
         return GenerateEngine(model, mode, reason, sampling, pad_id)
-    if name == "vllm":
-        from rloo_kit.rollout.vllm_engines import VllmEngine
+    from rloo_kit.rollout.vllm_engines import ServerEngine, VllmEngine  # loads an HTTP client
 
+    if name == "vllm":
         if (started := find_vllm(model)) is None:
             positions = model.config.get_text_config().max_position_embeddings
             started = start_vllm(model, vllm or VllmSettings(min(USUAL_TOKENS, positions)))
         return VllmEngine(model, started, sampling)
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
-    from rloo_kit.rollout.vllm_engines import ServerEngine  # loads an HTTP client
-
     return ServerEngine(server, reason, sampling)

@@ -69,8 +69,6 @@ class SlotCache:
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` tokens of the slots `sources` into the slots `targets`."""
-        if not sources:
-            return
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[targets, :, :length] = rows[sources, :, :length]
@@ -125,10 +123,7 @@ class ModuleDecoder:
         """Be ready for rows of so many tokens."""
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
-        """Put each prompt's keys and values into its slots, (first, count).
-
-        Prompts are padded on the right: attention is causal, so no mask is needed.
-        """
+        """Put each prompt's keys and values into its slots, (first, count). Padding on the right needs no mask."""
         width = max(map(len, prompts))
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
         filled = self.model.get_decoder()(input_ids=ids, use_cache=True).past_key_values
@@ -182,8 +177,8 @@ def attend_grouped(
 ) -> tuple[torch.Tensor, None]:
     """SDPA for one new token per row: the H / G query heads that share keys and values become rows of one call.
 
-    With a mask, transformers' own attention copies keys and values H / G times, in every layer for every token. The
-    results are equal, so transformers' own handles what this does not: more than one token, or more than a mask.
+    With a mask, transformers' own attention, which handles more than one token and more than a mask, copies keys and
+    values H / G times, in every layer for every token.
 
     Args:
         query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty if all rows see all tokens.

@@ -44,8 +44,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor | None = None) -> tuple
     if vocabulary <= 4 * BLOCK_ENTRIES:
         sums = weights.cumsum(1, dtype=torch.float64)
         return _pick(sums, uniform * sums[:, -1:]), sums[:, -1:]
-    missing = -vocabulary % BLOCK_ENTRIES
-    if missing:
+    if missing := -vocabulary % BLOCK_ENTRIES:
         weights = torch.nn.functional.pad(weights, (0, missing))
     blocks = weights.view(rows, -1, BLOCK_ENTRIES)  # (R, N, W)
     sums = blocks.sum(2).cumsum(1, dtype=torch.float64)  # (R, N)

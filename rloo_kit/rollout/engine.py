@@ -62,25 +62,22 @@ class Call:
     dialogue: Dialogue | None = None
     away: "dict[Future[Any], CompletionState]" = field(default_factory=dict)  # those that wait for a reply
 
-    def send_away(self, state: CompletionState) -> bool:
-        """Ask for the reply to a turn that has ended; False if the completion is over."""
-        reply = self._ask(state)
-        if reply is not None:
+    def send_away(self, state: CompletionState) -> None:
+        """Ask for the reply to a turn that has ended, unless the completion is over."""
+        if (reply := self._ask(state)) is not None:
             self.away[reply] = state
-        return reply is not None
 
     def come_back(self, wait_s: float | None = 0.0) -> list[CompletionState]:
         """Completions whose reply has arrived, ready for their next turn; those that it ends are not among them.
         `wait_s`: for the first reply, None as long as it takes."""
         if not self.away:
             return []
-        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda one: self.away[one].number)
+        done = sorted(wait(self.away, wait_s, FIRST_COMPLETED).done, key=lambda reply: self.away[reply].number)
         return [state for reply in done if self._resume(state := self.away.pop(reply), reply)]
 
     def ask_and_wait(self, state: CompletionState) -> bool:
         """`send_away` and `come_back` of one completion, in a thread of its own; False if it is over."""
-        reply = self._ask(state)
-        return reply is not None and self._resume(state, reply)
+        return (reply := self._ask(state)) is not None and self._resume(state, reply)
 
     def _ask(self, state: CompletionState) -> "Future[Any] | None":
         if self.dialogue is None or not (state.finished and state.ended):
@@ -95,7 +92,6 @@ class Call:
         return bool(context)
 
     def report(self, done: int) -> None:
-        """Call `on_progress` with the number of completions done."""
         if self.on_progress is not None:
             self.on_progress(done, len(self.states))
 
@@ -131,8 +127,7 @@ class Engine:
             prompt_ids: token ids, at least one each.
             limits: on the completions' lengths, see `make_limits`.
             expected_lengths: one number per prompt; if not all rows fit at once, the longest start first.
-            on_progress: called with the number of completions done so far and in total.
-            on_tokens: called while completions grow, in this thread; it does not change what is sampled.
+            on_progress, on_tokens: see `Progress` and `OnTokens`; called in this thread.
             dialogue: answers turns, for completions of several; None: a completion is one turn.
 
         The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
@@ -151,7 +146,6 @@ class Engine:
         return Rollout(ids, forced, logps, [state.context for state in states])
 
     def _finish(self, call: Call) -> None:
-        """Finish all states of the call."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ Shapes: B rows, P prompt, C completion tokens, V vocabulary.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from copy import deepcopy
 from itertools import takewhile
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.backends import is_coarse, load_backend
 from rloo_kit.rollout.engine import Call, Engine, OnTokens, Sampling
-from rloo_kit.rollout.types import CompletionState, Cut
+from rloo_kit.rollout.types import CompletionState
 from rloo_kit.system.memory import is_out_of_memory
 
 # Every option that reshapes the distribution, at its neutral value: `generate` takes missing ones from the checkpoint's
@@ -41,7 +42,6 @@ class GenerateEngine(Engine):
         self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling, pad_id: int
     ) -> None:
         super().__init__(reason, sampling)
-        self._cut = sampling.filters.make_cut()
         self._model, self._mode, self._pad_id = model, mode, pad_id
         self._options: dict[str, Any] = {"do_sample": False, **NO_PENALTIES}
         if sampling.temperature > 0:
@@ -70,9 +70,7 @@ class GenerateEngine(Engine):
                     mode.close()
                     mode.enter_context(self._mode())
                     entered = len(batch)
-                with torch.no_grad():
-                    fits = self._generate(call, batch)
-                if not fits:
+                if not self._generate(call, batch):
                     mode.close()
                     self._halve(len(batch), f"the {len(order)} unfinished ones start over")
                     continue
@@ -81,22 +79,20 @@ class GenerateEngine(Engine):
                     call.send_away(call.states[row])
                 call.report(total - len(order) - len(call.away))
 
+    @torch.no_grad()
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
-        ends, cut = self.sampling.end_ids, None
-        states = [call.states[row].copy() for row in batch]
+        states = [deepcopy(call.states[row]) for row in batch]
         prompts = [state.prompt + state.ids for state in states]
         padded = self._pad(prompts)
         rows, width = padded["input_ids"].shape
-        if (whole_cut := self._cut) is not None:  # reads a row's own tokens instead of its padding
-            filled = padded["input_ids"].new_tensor([ids[:1] * (width - len(ids)) + ids for ids in prompts])  # (B, P)
-            cut = lambda ids, scores: whole_cut(torch.cat([filled, ids[:, width:]], dim=1), scores)  # noqa: E731
-        steering = _Steering(self.sampling, states, cut, call.on_tokens)
+        filled = [ids[:1] * (width - len(ids)) + ids for ids in prompts]  # with a row's own tokens, for the filters
+        steering = _Steering(self.sampling, states, padded["input_ids"].new_tensor(filled), call.on_tokens)
         try:
             output = self._model.generate(
                 **padded,
                 max_new_tokens=max(state.room for state in states),
-                eos_token_id=list(ends),
+                eos_token_id=list(self.sampling.end_ids),
                 pad_token_id=self._pad_id,
                 use_cache=True,
                 logits_processor=[steering],
@@ -191,14 +187,15 @@ class _Steering:
     that is forced next; a finished row gets the end token. `on_tokens` is called one token late. With neither, all
     tokens go to the states at the end.
 
-    Shapes: (B, P + C so far) ids, (B, V) scores.
+    Shapes: (B, P + C so far) ids, (B, V) scores. `prompts`: (B, P), what the filters read in place of the padded ones.
     """
 
     def __init__(
-        self, sampling: Sampling, states: list[CompletionState], cut: Cut | None, on_tokens: OnTokens | None
+        self, sampling: Sampling, states: list[CompletionState], prompts: torch.Tensor, on_tokens: OnTokens | None
     ) -> None:
         self.temperature, self.end_id = sampling.temperature, sampling.end_ids[0]
-        self.states, self.cut, self.on_tokens = states, cut, on_tokens
+        self.states, self.prompts, self.on_tokens = states, prompts, on_tokens
+        self.cut = sampling.filters.make_cut()
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
         self.noted: list[torch.Tensor] = []  # (B,) per token
@@ -213,7 +210,9 @@ class _Steering:
         scaled = scores.float()
         if self.temperature > 0:
             scaled = scaled / self.temperature
-            scaled = scaled if self.cut is None else self.cut(input_ids, scaled)
+            if self.cut is not None:
+                own_ids = torch.cat([self.prompts, input_ids[:, self.prompts.size(1) :]], dim=1)
+                scaled = self.cut(own_ids, scaled)
         self.before = torch.log_softmax(scaled, dim=-1) if self.temperature > 0 else scaled
         if self.has_budget:  # leave only the forced token in rows that have one
             given = [self.end_id if state.finished else state.next_forced for state in self.states]

@@ -134,8 +134,7 @@ class TokenSteps:
         return torch.stack((drawn.double(), logps.double()))
 
     def _checked(self, replay: Callable[[], None], step: Callable[[], None], rows: int) -> Callable[[], None]:
-        """The engine's first graph, if most of its rows draw what the same step draws without it: another kernel's
-        rounding moves a few. Later ones are not compared."""
+        """The replay; the engine's first one has to draw for most rows what the step draws: rounding moves a few."""
         if not self.engine.counts["replays"]:
             replay()
             drawn = self._drawn[0, :rows].clone()

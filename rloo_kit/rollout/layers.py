@@ -32,7 +32,7 @@ class _Weights(NamedTuple):
     down: "Product"
     before_attention: tuple[torch.Tensor, float]
     before_mlp: tuple[torch.Tensor, float]
-    head_norm: tuple[torch.Tensor, float] | None  # (H + G, D)
+    head_norm: tuple[torch.Tensor, float] | None  # (H + G, D), of queries and keys; None without
 
 
 class DirectDecoder(ModuleDecoder):
@@ -68,7 +68,6 @@ class DirectDecoder(ModuleDecoder):
             self._rotate()
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
-        """As `ModuleDecoder.prefill`."""
         width = max(map(len, prompts))
         self.prepare(width)
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
@@ -88,12 +87,19 @@ class DirectDecoder(ModuleDecoder):
         self._walk(ids.flatten(), places, attend)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-        """As `ModuleDecoder.decode`."""
         self.prepare(cache.length)
-        mask = self._mask(cache)
-        hidden = self._walk(
-            tokens, positions, lambda number, states, values: self._attend(number, states, values, cache, mask)
-        )
+        mask = None  # what is added to the scores, (R, 1, 1, L)
+        if not cache.is_even:
+            zeros = torch.zeros(cache.mask.shape, dtype=self.dtype, device=self.device)
+            mask = zeros.masked_fill_(~cache.mask, -torch.inf)
+
+        def attend(number: int, states: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            keys, values = cache.write(number, states[:, self.heads :], values)
+            queries = states[:, : self.heads].reshape(len(tokens), self.kv_heads, -1, self.head_size)  # groups as rows
+            output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
+            return output.reshape(len(tokens), -1)
+
+        hidden = self._walk(tokens, positions, attend)
         return functional.linear(self._normalise(hidden, self._last), self._head.weight, self._head.bias)
 
     def _walk(
@@ -102,7 +108,8 @@ class DirectDecoder(ModuleDecoder):
         positions: torch.Tensor,
         attend: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The last hidden states (N, M) of tokens (N,) at positions (N,)."""
+        """The last hidden states (N, M) of tokens (N,) at positions (N,). `attend`: from a layer's number, its rotated
+        queries and keys (N, H + G, D) and its values (N, G, D) to (N, H D)."""
         cosine, sine = self._cosine[positions][:, None], self._sine[positions][:, None]  # (N, 1, D)
         both, half = self.heads + self.kv_heads, self.head_size // 2
         hidden = functional.embedding(tokens, self._embedding)
@@ -118,23 +125,6 @@ class DirectDecoder(ModuleDecoder):
             gate, up = layer.gate_up(self._normalise(hidden, layer.before_mlp)).chunk(2, dim=-1)
             hidden = hidden + layer.down(functional.silu(gate) * up)
         return hidden
-
-    def _attend(
-        self, number: int, states: torch.Tensor, values: torch.Tensor, cache: SlotCache, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of layer `number`, (R, H D), to rotated queries and keys (R, H + G, D) and values (R, G, D)."""
-        rows = states.size(0)
-        keys, values = cache.write(number, states[:, self.heads :], values)
-        queries = states[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_size)  # a group's heads as rows
-        output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
-        return output.reshape(rows, -1)
-
-    def _mask(self, cache: SlotCache) -> torch.Tensor | None:
-        """What is added to a step's attention scores, (R, 1, 1, L)."""
-        if cache.is_even:
-            return None
-        zeros = torch.zeros(cache.mask.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(~cache.mask, -torch.inf)
 
     @staticmethod
     def _normalise(states: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
@@ -153,6 +143,10 @@ class DirectDecoder(ModuleDecoder):
     def _read(self, layer: Any) -> _Weights:
         attention, mlp = layer.self_attn, layer.mlp
         product = partial(Product, dtype=self.dtype, merges=self._merges)
+        head_norm = None
+        if getattr(attention, "q_norm", None) is not None:
+            (query, eps), (key, _) = _norm_of(attention.q_norm, self.dtype), _norm_of(attention.k_norm, self.dtype)
+            head_norm = torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))), eps
         return _Weights(
             qkv=product((attention.q_proj, attention.k_proj, attention.v_proj)),
             out=product((attention.o_proj,)),
@@ -160,15 +154,8 @@ class DirectDecoder(ModuleDecoder):
             down=product((mlp.down_proj,)),
             before_attention=_norm_of(layer.input_layernorm, self.dtype),
             before_mlp=_norm_of(layer.post_attention_layernorm, self.dtype),
-            head_norm=self._head_norm(attention),
+            head_norm=head_norm,
         )
-
-    def _head_norm(self, attention: Any) -> tuple[torch.Tensor, float] | None:
-        """Weight (H + G, D) and epsilon of the queries' and keys' norms; None without."""
-        if getattr(attention, "q_norm", None) is None:
-            return None
-        (query, eps), (key, _) = _norm_of(attention.q_norm, self.dtype), _norm_of(attention.k_norm, self.dtype)
-        return torch.cat((query.expand(self.heads, -1), key.expand(self.kv_heads, -1))), eps
 
 
 class Product:

@@ -36,11 +36,7 @@ TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.05  # root mean square of the difference 
 
 
 class NativeEngine(GraphEngine):
-    """See `choice.build_engine` for the arguments.
-
-    Attributes:
-        decoder: name of the class that decoded last.
-    """
+    """See `choice.build_engine` for the arguments."""
 
     name = "native"
 
@@ -53,6 +49,7 @@ class NativeEngine(GraphEngine):
 
     @property
     def decoder(self) -> str | None:
+        """Name of the class that decoded last."""
         return None if self._decoder is None else self._decoder.__name__
 
     def _finish(self, call: Call) -> None:
@@ -121,9 +118,9 @@ class NativeEngine(GraphEngine):
         groups = []
         for prefix, members in groupby(rows, key=lambda row: (row.prompt + row.ids)[:-1]):
             count = len(list(members))
-            groups.append((prefix, first, count))
+            if prefix:
+                groups.append((prefix, first, count))
             first += count
-        groups = [group for group in groups if group[0]]
         while groups:
             size = width = 0
             while size < len(groups) and (size == 0 or (size + 1) * max(width, len(groups[size][0])) <= PREFILL_TOKENS):
@@ -190,21 +187,19 @@ def walks_layers(model: Any, mode: Callable[[Any], AbstractContextManager[None]]
 
 
 def _agrees(decoder: ModuleDecoder) -> bool:
-    """Whether a decoder's logits are those of the model's forward, for two random rows of unequal length. Those that
-    contain a NaN agree: the rollout says that the weights are broken."""
+    """Whether a decoder's logits are those of the model's forward, for two random rows of unequal length. NaNs agree:
+    the rollout says that the weights are broken."""
     generator, vocabulary = torch.Generator().manual_seed(0), decoder.model.config.get_text_config().vocab_size
     rows = [torch.randint(vocabulary, (length,), generator=generator) for length in CHECKED]
     cache = SlotCache(slots=2, block_tokens=max(CHECKED))
-    tokens, positions = (
-        torch.tensor(values, device=decoder.device) for values in ([row[-1] for row in rows], [n - 1 for n in CHECKED])
-    )
+    tokens = torch.stack([row[-1] for row in rows]).to(decoder.device)
+    positions = torch.tensor(CHECKED, device=decoder.device) - 1
     with torch.autocast(decoder.device.type, enabled=False):
         decoder.prefill([row[:-1].tolist() for row in rows], cache, [(0, 1), (1, 1)])
         cache.begin(positions, max(CHECKED))
         logits = decoder.decode(tokens, positions, cache).float()
-    expected = torch.stack(
-        [decoder.model(input_ids=row[None].to(decoder.device)).logits[0, -1] for row in rows]
-    ).float()
+    own = [decoder.model(input_ids=row[None].to(decoder.device)).logits[0, -1] for row in rows]
+    expected = torch.stack(own).float()
     is_rounded = is_coarse(decoder.model) or torch.is_autocast_enabled(decoder.device.type)
     tolerance = TOLERANCE_16_BITS if is_rounded else TOLERANCE
     return not bool((logits - expected).std() > tolerance * expected.std())

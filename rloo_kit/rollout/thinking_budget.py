@@ -21,8 +21,7 @@ def close_ids_for(tokenizer: Any, tags: ThinkTags, close: str = "tag") -> tuple[
     """The ids that close thinking: `</think>` alone ("tag"), or with the Qwen3 report's sentence ("sentence").
 
     Raises:
-        ConfigError: the tokenizer has no `</think>`, `close` is neither of the two, or the tokenizer does not encode
-            `</think>` in the sentence as one token.
+        ConfigError: no `</think>`, or not one token in the sentence; `close` is neither of the two.
     """
     if tags.end_id is None:
         raise ConfigError(
@@ -59,14 +58,12 @@ def make_limits(
     if thinking_budget is None and thinking_total is None:
         return Limits(max_completion_length)
     close_ids = close_ids_for(tokenizer, tags, close)
-    if thinking_budget is None:
-        return Limits(max_completion_length, None, answer_budget, close_ids, tags.end_id, thinking_total)
-    spent = thinking_budget + len(close_ids)
-    if spent + (answer_budget or 1) > max_completion_length:
+    needed = (thinking_budget or 0) + len(close_ids) + (answer_budget or 1)
+    if thinking_budget is not None and needed > max_completion_length:
         raise ConfigError(
             f"rloo.thinking_budget ({thinking_budget}) + {len(close_ids)} forced tokens + rloo.answer_budget "
             f"({answer_budget or 'at least 1'}) is more than rloo.max_completion_length = {max_completion_length}. "
-            f"Lower rloo.thinking_budget, or set rloo.max_completion_length to {spent + (answer_budget or 1)} or more"
+            f"Lower rloo.thinking_budget, or set rloo.max_completion_length to {needed} or more"
         )
     return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id, thinking_total)
 

@@ -1,6 +1,5 @@
 """What one call of an engine takes and returns, in token ids, and completions while they grow."""
 
-import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
@@ -192,13 +191,6 @@ class CompletionState:
     def requests(self) -> int:
         """How many requests up to `next_stretch` came before, at most: each turn has two with a budget."""
         return 2 * self.turns + (self._answer_ends is not None)
-
-    def copy(self) -> "CompletionState":
-        """A state that grows by itself."""
-        other = copy.copy(self)
-        other.ids, other.logps, other._pending = [*self.ids], [*self.logps], [*self._pending]
-        other.forced, other.context = [*self.forced], [*self.context]
-        return other
 
     @property
     def ended(self) -> bool:

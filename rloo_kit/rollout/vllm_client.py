@@ -176,8 +176,8 @@ class VllmClient:
             pause = min(2 * pause, 10.0)
 
     def check_holds(self, adapter: str) -> None:
-        """Raise ServerLostError if requests in flight for `adapter` will never be answered: the server is down, or was
-        restarted and does not list it. A busy server has lost nothing, nor has one that a proxy answers for."""
+        """Raise ServerLostError if requests in flight for `adapter` will never be answered: the server is down, not
+        only busy, or was restarted and does not list it."""
         try:
             served = {model.id for model in self._list_models()}
         except RolloutServerError as error:
@@ -225,11 +225,8 @@ class VllmClient:
     def complete(
         self, adapter: str, prompt_ids: list[int], limit: int, stop_ids: list[int], seed: int, sampling: Sampling
     ) -> tuple[list[int], list[float]]:
-        """Continue a prompt by at most `limit` tokens, up to and including the first stop id.
-
-        Returns:
-            the new ids, and the log-probability of each, in nats.
-        """
+        """The ids that continue a prompt, at most `limit`, up to and including the first stop id, and the
+        log-probability of each, in nats."""
         body = {"max_tokens": limit, "temperature": sampling.temperature, "seed": seed, "stop_token_ids": stop_ids}
         body |= {"logprobs": 0, "return_token_ids": True, **asdict(sampling.filters)}  # of the sampled token only
         choice = self._complete(adapter, prompt_ids, body)
@@ -263,9 +260,8 @@ class VllmClient:
         """Whether log-probabilities are those of the sampled distribution ("processed") or from before the temperature
         ("raw"), which is vLLM's default.
 
-        It sends two requests for one token. At twice the temperature (above 0), the gap between the likeliest token and
-        another one is halved if processed, unchanged if raw. Above 1, the pair is half of `temperature` and
-        `temperature`, because vLLM samples at 2 at most.
+        At twice the temperature (above 0), the gap between the likeliest token and another one is halved if processed,
+        unchanged if raw. Above 1, half of it and itself are compared: vLLM samples at 2 at most.
         """
         low = temperature if temperature <= 1 else temperature / 2
         body = {"max_tokens": 1, "logprobs": PROBE_TOKENS, "return_tokens_as_token_ids": True, **asdict(WHOLE)}

@@ -123,7 +123,6 @@ class VllmEngine(Engine):
 
 
 def _take(state: CompletionState, completion: Any) -> None:
-    """Give a finished request's tokens to its state."""
     ids = list(completion.token_ids)
     if completion.finish_reason not in ("stop", "length") or not ids:
         raise BackendError(f"vLLM aborted a completion (finish_reason {completion.finish_reason}): see its log above")
@@ -168,13 +167,11 @@ class ServerEngine(Engine):
     """See `choice.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
     seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
-    A request that is lost is sent once more. A server that died, or was restarted, ends the rollout.
+    A request that is lost is sent once more. `sample` raises `RolloutServerError` where the server is down, was
+    restarted, refuses the adapter or cannot hold the completions.
 
     Attributes:
         rows: requests of this process in flight at once; None for up to 256.
-
-    Raises:
-        RolloutServerError: from `sample`: the server is down, refuses the adapter or cannot hold the completions.
     """
 
     name = "server"
@@ -235,7 +232,6 @@ class ServerEngine(Engine):
             raise
 
     def _make_folder(self, name: str) -> None:
-        """Create an empty folder for an adapter."""
         try:
             self._made_folder |= not self._folder.exists()
             (self._folder / name).mkdir(parents=True)  # fails if it exists
@@ -247,8 +243,7 @@ class ServerEngine(Engine):
             ) from error
 
     def _replace(self, name: str, prompt: list[int]) -> tuple[str, int | None]:
-        """The adapter that the server now has, the new one, or the last one if both are equal; and its limit for prompt
-        and completion together."""
+        """The server's adapter, the new one or an equal last one; its limit for prompt and completion together."""
         new, last = self._folder / name, self._adapter
         if last is not None and filecmp.cmp(new / WEIGHTS, self._folder / last / WEIGHTS, shallow=False):
             shutil.rmtree(new)

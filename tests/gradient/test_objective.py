@@ -140,10 +140,6 @@ def test_no_rows_and_sums_of_rows():
 FORMS = ("sequence", "token", "sequence_mask", "token_mask")
 
 
-def exp(value: float) -> float:
-    return math.exp(value) if value < 700 else INF
-
-
 def oracle(
     logps: list[float], sampled: list[float], mask: list[int], lengths: list[int], form: str, floor: float, cap: float
 ) -> list[float]:
@@ -161,7 +157,7 @@ def oracle(
             logps[i] - sampled[i] if mask[i] and not math.isnan(sampled[i]) else 0.0
             for i in range(start, start + length)
         ]
-        weights += [weigh(exp(log)) for log in (logs if "token" in form else [sum(logs)] * length)]
+        weights += [weigh(math.exp(log)) for log in (logs if "token" in form else [sum(logs)] * length)]
     return weights
 
 

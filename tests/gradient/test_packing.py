@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from rloo_kit.gradient import packing
@@ -64,15 +65,9 @@ def test_attention_by_plan_is_that_of_each_sequence(layout, spared, monkeypatch)
     monkeypatch.setattr(packing, "SPARED_CALL", spared)
     laid, plan = make_plan(layout)
     assert (len(plan.buckets) == 1) == (spared > 0)
-    torch.manual_seed(0)
-    tokens = laid.input_ids.numel()
-    states = [torch.randn(tokens, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    weights = torch.randn(tokens, 4, 8, dtype=torch.float64)
-    results = []
-    for out in (packing.attend_by_plan(*states, plan), one_by_one(*states, laid)):
-        results.append([out, *torch.autograd.grad((out * weights).sum(), states)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    states = random_states(laid.input_ids.numel(), 4, 2)
+    expected = with_gradients(one_by_one(*states, laid), states)
+    assert_close(with_gradients(packing.attend_by_plan(*states, plan), states), expected, rtol=1e-10, atol=1e-12)
 
 
 def by_sequence(query, key, value, bounds, longest, scale):
@@ -134,15 +129,12 @@ def use_kernel(monkeypatch: Any, kernel: Any) -> list[tuple[int, int]]:
 
 def random_states(tokens: int, heads: int, key_heads: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(tokens, count, 8, requires_grad=True) for count in (heads, key_heads, key_heads)]
+    counts = (heads, key_heads, key_heads)
+    return [torch.randn(tokens, count, 8, dtype=torch.float64, requires_grad=True) for count in counts]
 
 
-def attend(states: list[torch.Tensor], plan: Any, checkpointed: bool = False) -> list[torch.Tensor]:
+def with_gradients(out: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
     """The values and the three gradients."""
-    if checkpointed:
-        out = checkpoint(packing.attend_by_plan, *states, plan, 0.3, use_reentrant=False)
-    else:
-        out = packing.attend_by_plan(*states, plan, 0.3)
     return [out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), states)]
 
 
@@ -153,12 +145,12 @@ def test_one_call_equals_the_buckets_with_every_torch(kernel, heads, checkpointe
     way back are checked with stand-ins."""
     laid, plan = make_plan()
     states = random_states(laid.input_ids.numel(), *heads)
-    expected = attend(states, plan)
+    expected = with_gradients(packing.attend_by_plan(*states, plan, 0.3), states)
     calls = use_kernel(monkeypatch, kernel)
-    found = attend(states, plan, checkpointed)
+    attend = functools.partial(checkpoint, packing.attend_by_plan, use_reentrant=False)
+    out = (attend if checkpointed else packing.attend_by_plan)(*states, plan, 0.3)
+    assert_close(with_gradients(out, states), expected, rtol=1e-6, atol=1e-6)
     assert set(calls) == {heads}
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

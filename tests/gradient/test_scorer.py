@@ -8,10 +8,12 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
+from rloo_kit.gradient import scorer as scorer_module
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import LAYOUTS, Scorer, _check_groups
 from rloo_kit.models.transformers import keep_4bit_weights
 from tests.models import zoo
+from tests.rollout.models import adapted
 
 LENGTHS = ((6, (9, 0, 3, 40)), (1, (5,)), (3, (1, 1)))
 
@@ -25,21 +27,8 @@ def groups() -> list[Group]:
 
 @pytest.fixture
 def make_adapter(make_tiny_model: Callable[..., Any]) -> Callable[..., Any]:
-    """`make_adapter(model=None, **config)`: LoRA on all seven projections, its B matrices not zero."""
-
-    def build(model: Any = None, **config: Any) -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        settings = LoraConfig(r=4, lora_alpha=8, **({"target_modules": names} | config))
-        policy = get_peft_model(model if model is not None else make_tiny_model(), settings)
-        generator = torch.Generator().manual_seed(0)
-        for name, value in policy.named_parameters():
-            if "lora_B" in name:
-                value.data.copy_(0.1 * torch.randn(value.shape, generator=generator))
-        return policy
-
-    return build
+    """`make_adapter(model=None, **config)`: LoRA on all seven projections, not the identity."""
+    return lambda model=None, **config: adapted(make_tiny_model() if model is None else model, **config)
 
 
 def by_logits(model: Any, groups: list[Group], temperature: float = 1.0) -> torch.Tensor:
@@ -131,18 +120,6 @@ def test_a_packing_that_leaks_is_not_used(dtype, make_adapter, make_tiny_model, 
         compare(policy, scorer, groups)
 
 
-def test_a_gradient_alone_that_is_off_is_found(make_adapter, monkeypatch):
-    """Values may be right where the backward pass is not: a cut graph, a recompute without the plan."""
-    plain = packing.attend_by_plan
-    monkeypatch.setattr(packing, "attend_by_plan", lambda query, key, *rest: plain(query, key.detach(), *rest))
-    scorer = Scorer(make_adapter(), 1.0, pad_id=256)
-    assert scorer.layout == "padded" and "gradients are off" in scorer.reason
-
-
-def check_as_on_a_gpu(monkeypatch: Any) -> None:
-    monkeypatch.setattr("rloo_kit.gradient.scorer.CHECK_SHARE_OFF_GPU", 1.0)
-
-
 def test_the_check_has_as_many_tokens_as_a_gpu_s_kernels_need(make_tiny_model, monkeypatch):
     """20 tokens are one block of flex attention: what is wrong from the second block on passed the check, and every
     row that was trained had it."""
@@ -155,13 +132,12 @@ def test_the_check_has_as_many_tokens_as_a_gpu_s_kernels_need(make_tiny_model, m
     assert sum(len(group.prompt) + sum(map(len, group.completions)) for group in _check_groups(model)) == 21
     monkeypatch.setattr(packing, "attend_by_plan", wrong_behind_a_block)
     assert Scorer(model, 1.0, pad_id=256).layout == "shared", "the short check finds it: the long one shows nothing"
-    check_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(scorer_module, "CHECK_SHARE_OFF_GPU", 1.0)
     groups = _check_groups(model)
     assert sum(len(group.prompt) + sum(map(len, group.completions)) for group in groups) == 1024
     scorer = Scorer(model, 1.0, pad_id=256)
     assert scorer.layout == "padded" and "shared rows: log-probabilities are off by" in scorer.reason
-    monkeypatch.undo()
-    check_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(packing, "attend_by_plan", plain)
     assert Scorer(make_tiny_model().bfloat16(), 1.0, pad_id=256).layout == "shared"
     short = make_tiny_model(max_position_embeddings=50)
     assert max(len(one.prompt) + len(one.completions[0]) for one in _check_groups(short)) == 50
@@ -179,13 +155,14 @@ def test_the_check_trains_through_the_checkpoints_that_are_set(make_adapter, mon
         return plain(query if torch._C._current_graph_task_id() == -1 else query.roll(1, 0), *rest)
 
     monkeypatch.setattr(packing, "attend_by_plan", wrong_in_the_backward_pass)
-    before = [torch.full_like(value, 2.0) for value in policy.parameters() if value.requires_grad]
-    for value, gradient in zip((one for one in policy.parameters() if one.requires_grad), before, strict=True):
-        value.grad = gradient
+    trained = [value for value in policy.parameters() if value.requires_grad]
+    for value in trained:
+        value.grad = torch.full_like(value, 2.0)
+    before = [value.grad for value in trained]
     scorer = Scorer(policy, 1.0, pad_id=256)
     assert scorer.layout == "padded" and "shared rows: gradients are off" in scorer.reason
-    left = [value.grad for value in policy.parameters() if value.requires_grad]
-    assert all(one is other and bool((one == 2).all()) for one, other in zip(left, before, strict=True))
+    assert all(value.grad is gradient for value, gradient in zip(trained, before, strict=True))
+    assert all(bool((gradient == 2).all()) for gradient in before)
 
 
 def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, groups):

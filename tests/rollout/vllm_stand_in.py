@@ -51,7 +51,6 @@ class StandIn:
     def __init__(self, make_base: Callable[[], Any], name: str = "tiny") -> None:
         self.make_base, self.name = make_base, name
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.headers: list[dict[str, str]] = []
         self.loaded: dict[str, str] = {}
         self.models: dict[str, Any] = {}
         self.max_lora_rank, self.max_model_len, self.max_loras = 16, 512, 1
@@ -91,13 +90,10 @@ class StandIn:
         """Bodies of the requests to `path`, in order."""
         return [body for where, body in self.requests if where == path]
 
-    # ------------------------------------------------------------------------------------------------ HTTP
-
     def handle(self, request: BaseHTTPRequestHandler, body: dict[str, Any] | None) -> None:
         with self._count_lock:
             if body is not None:
                 self.requests.append((request.path, body))
-                self.headers.append(dict(request.headers))
             failure = next((entry for entry in self.failures if entry[0] == request.path), None)
             if failure is not None:
                 self.failures.remove(failure)
@@ -135,8 +131,6 @@ class StandIn:
         if path not in routes:
             raise Refusal(404, "Not Found", is_route=True)
         return routes[path](body)
-
-    # ------------------------------------------------------------------------------------------------ vLLM's answers
 
     def load(self, body: dict[str, Any]) -> str:
         assert set(body) == {"lora_name", "lora_path"}, body
