@@ -46,9 +46,8 @@ class StreamPlace:
 
 
 def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
-    """The micro-steps before the optimizer step of `state`, of `pass_length` in a pass over the prompts; the last step
-    of a pass may have fewer than the others."""
-    steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)
+    """The micro-steps before the optimizer step of `state`, of `pass_length` in a pass over the prompts."""
+    steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)  # the last one may be shorter
     passes, rest = divmod(state.global_step, steps_a_pass)
     return passes * pass_length + rest * args.gradient_accumulation_steps
 
@@ -96,8 +95,7 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
 
 
 def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
-    """Save what was trained as `adapter/` of the run, replaced atomically, with a `record` for `trained.json` (see
-    `save_adapter`); all processes call it."""
+    """Replace `adapter/` of the run by what was trained, with a `record` for `trained.json`; all processes call it."""
     target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
     with saving(target):
         save_adapter(policy, staged, **record)
