@@ -97,8 +97,8 @@ class Measures:
         for name, called in self.tools.items():
             yield f"tool {name}", called
         if self.prompts is not None and self.generations is not None:
-            count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
-            yield "probe rollout", count
+            count = self.prompts * self.generations
+            yield "probe rollout", f"{self.prompts} prompts x {self.generations} = {count} completions"
             yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
             if self.thinking_tokens is not None:
                 forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
@@ -138,8 +138,7 @@ class Preflight:
     """GO or NO-GO of a run.
 
     Attributes:
-        run: its name. faults: errors, which keep it from starting, and warnings. measures: None if no model was
-            loaded. seconds: wall-clock time.
+        run: its name. measures: None if no model was loaded. seconds: wall-clock time.
     """
 
     run: str
@@ -172,9 +171,8 @@ class Preflight:
     def __str__(self) -> str:
         lines = list_problems(self.faults)
         if self.measures is not None:
-            table = Table(
-                title=f"Preflight of {self.run}, {self.seconds:.0f} s", title_justify="left", show_header=False
-            )
+            title = f"Preflight of {self.run}, {self.seconds:.0f} s"
+            table = Table(title=title, title_justify="left", show_header=False)
             table.add_column("what", overflow="fold", max_width=24)
             table.add_column("found", overflow="fold")
             for row in self.measures.lines():
