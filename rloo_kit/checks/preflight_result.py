@@ -48,8 +48,7 @@ class Measures:
     """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
-        tools: by name, a call with made-up arguments. episodes: from `measure_calls`, and `episode`, the steps of one;
-            empty without tools.
+        tools: by name, a call with made-up arguments. episodes: from `measure_calls`. episode: the steps of one.
         prompts, generations: of the probe rollout; a prompt's completions are a group.
         completion_tokens: of its completions. truncated: share that the limit cut off.
         thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
@@ -60,8 +59,7 @@ class Measures:
             log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
         rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
-        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. `device`: GPU
-            or CPU. From timed tokens and steps.
+        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations, on `device`.
     """
 
     tools: dict[str, str] = field(default_factory=dict)
@@ -135,11 +133,7 @@ class Measures:
 
 @dataclass
 class Preflight:
-    """GO or NO-GO of a run.
-
-    Attributes:
-        run: its name. measures: None if no model was loaded. seconds: wall-clock time.
-    """
+    """GO or NO-GO of a run, with its problems; `measures` is None if no model was loaded."""
 
     run: str
     faults: tuple[Problem, ...]

@@ -200,10 +200,9 @@ def _try_reward(
         ids = [completion.ids for completion in completions]
         completions += [make_up(run, row, gap.join(parts), own) for gap, own in zip(GAPS, ids, strict=False)]
     columns = _columns_of(run, completions)
-    arguments: dict[str, Any] = {"trainer_state": None, "log_extra": lambda name, values: None}
-    arguments["log_metric"] = lambda name, value: None
+    loggers: dict[str, Any] = {"log_extra": lambda name, values: None, "log_metric": lambda name, value: None}
     try:
-        (scored,) = score([guard(reward, columns)], columns, **arguments)
+        (scored,) = score([guard(reward, columns)], columns, trainer_state=None, **loggers)
     except RlooKitError as error:
         faults.append(Problem("rewards", f"{name}: {error}"))
         return None

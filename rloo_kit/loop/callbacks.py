@@ -194,8 +194,7 @@ class Interrupts(TrainerCallback):
     """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; at once if a second one
     comes, or, in one process, if the step waits for async rewards longer than `SECONDS_FOR_REWARDS`.
 
-    A context manager that handles the signals inside its block, in the main thread only. A signal to one of several
-    processes stops all of them after the same step.
+    A context manager that handles the signals inside its block, in the main thread only.
 
     Attributes:
         requested: whether a signal came.

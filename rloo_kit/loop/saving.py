@@ -28,11 +28,8 @@ LOOP_STATE = "loop_state.json"
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where a run is in a training set without a length, at the end of an optimizer step.
-
-    Attributes:
-        passes: completed passes over the stream. batches: of the current pass. micro_steps: of all passes.
-    """
+    """Where a run is in a training set without a length, at the end of an optimizer step: completed passes over it,
+    batches of the current one, micro-steps of all."""
 
     passes: int
     batches: int

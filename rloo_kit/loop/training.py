@@ -333,22 +333,21 @@ class _Training:
 
     def _record_end(self, stopped: str | None, adapter_step: int, seconds: float) -> None:
         """The final state, in `status.json` and on the screen."""
-        state, folder = self.trainer.state, self.run_dir.folder
-        progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
-        progress |= {"seconds": seconds}
-        where = f"at step {state.global_step} of {state.max_steps}"
+        folder, step, last = self.run_dir.folder, self.trainer.state.global_step, self.trainer.state.max_steps
+        progress: dict[str, Any] = {"step": step, "max_steps": last, "adapter_step": adapter_step, "seconds": seconds}
+        where = f"at step {step} of {last}"
         if stopped == EARLY and self.evaluations is not None:
             progress |= {"stopped_early": f"{where}: {self.evaluations.stopped}"}
             say(f"stopped early {progress['stopped_early']}")
-        if self.evaluations is not None and adapter_step != state.global_step:
+        if self.evaluations is not None and adapter_step != step:
             say(f"{folder / 'adapter'} holds the weights of step {adapter_step}, the best evaluation's")
         if stopped in (None, EARLY):
             self.run_dir.set_status("finished", **progress)
             return
         resume = self.run_dir.resume_command
         if stopped == "interrupted":
-            last = self.run_dir.last_checkpoint()
-            saved = f"the checkpoint of step {last.step}" if last else "no checkpoint yet (no step was finished)"
+            kept = self.run_dir.last_checkpoint()
+            saved = f"the checkpoint of step {kept.step}" if kept else "no checkpoint yet (no step was finished)"
             self.run_dir.set_status("interrupted", resume=resume, **progress)
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
@@ -361,8 +360,7 @@ class _Training:
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
     """All of `rloo-kit train` in an open folder: preflight, evaluate, train, evaluate again, report.
 
-    Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
-    NoSignalError), else as `train`."""
+    Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run, else as `train`."""
     if not run_dir.resumed:
         require_go(run, policy, data, reward_funcs)
     check_start(run, policy, data, reward_funcs)  # before a long evaluation

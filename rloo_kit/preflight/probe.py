@@ -158,8 +158,7 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
 
 
 def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], probe: Probe, tell: Tell) -> Probe:
-    """The probe with the seconds of a token step, the median of `TIMED`: without prefill, the first call, the capture
-    of CUDA graphs. The probe's prompts are continued from the middle of a completion, and no row ends. On a GPU
+    """The probe with the seconds of a token step, the median of `TIMED` from the middle of completions. On a GPU
     `rollout.engine: auto` then takes the faster one of the native engine and `generate`."""
     if run.rloo.has_tools or loaded_engine(run, policy) in FOREIGN:  # episodes wait for tools
         return probe
