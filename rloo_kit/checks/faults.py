@@ -62,16 +62,14 @@ def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False)
 
 
 def find_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
-    """Every problem that `check` finds without the stack, in the order of the checks: machine, row, tools, data,
-    rewards, folder, disk, trackers. `folder`: None skips the check that it is free."""
+    """Every problem that `check` finds without the stack; `folder`: None skips the check that it is free."""
     return _examine(run, None, folder)[0]
 
 
 def _examine(
     run: RunConfig, tokenizer: Any | None, folder: FolderUse | None = None, worked: bool = False
 ) -> tuple[list[Problem], Data | None]:
-    """The problems, and the prompts; None if they could not be read, or, without a loaded tokenizer, not by the light
-    one alone."""
+    """The problems, and the prompts; None if they could not be read, without a `tokenizer` by the light one alone."""
     faults = find_machine_faults(run)
     loaded, prepared = tokenizer is not None, None
     with catching("row", faults):
@@ -129,8 +127,7 @@ def find_machine_faults(run: RunConfig) -> list[Problem]:
 
 
 def find_tool_faults(run: RunConfig, tokenizer: Any | None, thinking: bool) -> list[Problem]:
-    """Problems of `rloo.tools` and `rloo.environment`: imports them in their process, makes their schemas and, with a
-    tokenizer, lets the chat template render them. Nothing is called."""
+    """Problems of `rloo.tools` and `rloo.environment`, which are imported and rendered, and not called."""
     faults: list[Problem] = []
     with catching("tools", faults):
         if open_toolbox(run) is not None and tokenizer is not None:
@@ -177,7 +174,6 @@ def _load_tokenizer(run: RunConfig) -> Any | None:
     transformers = load_stack().transformers
     from rloo_kit.models.source import find_source
 
-    source = find_source(run)
     with suppress(OSError, ValueError):
-        return transformers.AutoTokenizer.from_pretrained(source.base)
+        return transformers.AutoTokenizer.from_pretrained(find_source(run).base)
     return None

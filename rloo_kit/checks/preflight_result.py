@@ -48,8 +48,7 @@ class Measures:
     """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
-        tools: by name, a call with made-up arguments. episodes: from `measure_calls`, and `episode`, the steps of one;
-            empty without tools.
+        tools: by name, a call with made-up arguments. episodes: from `measure_calls`. episode: the steps of one.
         prompts, generations: of the probe rollout; a prompt's completions are a group.
         completion_tokens: of its completions. truncated: share that the limit cut off.
         thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
@@ -60,8 +59,7 @@ class Measures:
             log-ratio of policy and reference, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
         rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
-        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations. `device`: GPU
-            or CPU. From timed tokens and steps.
+        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations, on `device`.
     """
 
     tools: dict[str, str] = field(default_factory=dict)
@@ -97,8 +95,8 @@ class Measures:
         for name, called in self.tools.items():
             yield f"tool {name}", called
         if self.prompts is not None and self.generations is not None:
-            count = f"{self.prompts} prompts x {self.generations} = {self.prompts * self.generations} completions"
-            yield "probe rollout", count
+            count = self.prompts * self.generations
+            yield "probe rollout", f"{self.prompts} prompts x {self.generations} = {count} completions"
             yield "tokens", f"{self.completion_tokens}; {self.truncated:.0%} cut off"
             if self.thinking_tokens is not None:
                 forced = f", {self.forced:.0%} closed by the budget" if self.forced else ""
@@ -135,12 +133,7 @@ class Measures:
 
 @dataclass
 class Preflight:
-    """GO or NO-GO of a run.
-
-    Attributes:
-        run: its name. faults: errors, which keep it from starting, and warnings. measures: None if no model was
-            loaded. seconds: wall-clock time.
-    """
+    """GO or NO-GO of a run, with its problems; `measures` is None if no model was loaded."""
 
     run: str
     faults: tuple[Problem, ...]
@@ -172,9 +165,8 @@ class Preflight:
     def __str__(self) -> str:
         lines = list_problems(self.faults)
         if self.measures is not None:
-            table = Table(
-                title=f"Preflight of {self.run}, {self.seconds:.0f} s", title_justify="left", show_header=False
-            )
+            title = f"Preflight of {self.run}, {self.seconds:.0f} s"
+            table = Table(title=title, title_justify="left", show_header=False)
             table.add_column("what", overflow="fold", max_width=24)
             table.add_column("found", overflow="fold")
             for row in self.measures.lines():

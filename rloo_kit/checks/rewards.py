@@ -39,13 +39,11 @@ def find_reward_faults(
     row: dict[str, Any] | None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> list[Problem]:
-    """Problems of `run.rewards`: builds, calls and closes each reward; or of those that are already built, or made in
-    Python.
+    """Problems of `run.rewards`, which are built, called and closed, or of `reward_funcs`, which are built already.
 
     Args:
         tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
-        row: a row of the training data with `prompt` (rendered), `answer` and the other columns; None if the data
-            cannot be read: then nothing is called.
+        row: of the training data, with its rendered `prompt`; None if it cannot be read: then nothing is called.
     """
     faults: list[Problem] = []
     names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
@@ -137,8 +135,7 @@ def check_row_rewards(run: RunConfig, side: Any) -> None:
 
 
 def find_code_faults(run: RunConfig, side: Any, kind: str, faults: list[Problem]) -> set[int]:
-    """Rows that `code_reward` cannot score; `kind` names them. An error if their tests have a form that it does not
-    read, or if it can score no row; else a warning."""
+    """Rows that `code_reward` cannot score: an error if these are all, or a test's form is unknown, else a warning."""
     unscored: set[int] = set()
     names = log_names([entry.name.rpartition(":")[2] for entry in run.rewards], run.rewards)
     for index, entry in enumerate(run.rewards):
@@ -203,10 +200,9 @@ def _try_reward(
         ids = [completion.ids for completion in completions]
         completions += [make_up(run, row, gap.join(parts), own) for gap, own in zip(GAPS, ids, strict=False)]
     columns = _columns_of(run, completions)
-    arguments: dict[str, Any] = {"trainer_state": None, "log_extra": lambda name, values: None}
-    arguments["log_metric"] = lambda name, value: None
+    loggers: dict[str, Any] = {"log_extra": lambda name, values: None, "log_metric": lambda name, value: None}
     try:
-        (scored,) = score([guard(reward, columns)], columns, **arguments)
+        (scored,) = score([guard(reward, columns)], columns, trainer_state=None, **loggers)
     except RlooKitError as error:
         faults.append(Problem("rewards", f"{name}: {error}"))
         return None

@@ -83,10 +83,9 @@ class PromptTable:
     """A file with prompts and answers.
 
     Attributes:
-        source: the file, as given. prompt_column, answer_column: two of its columns.
-        rows: as read. texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
-        golds: the answers of the rows that have one. answer_after: the marker in front of every answer. are_numbers:
-        every answer is a number.
+        texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
+        golds: the answers of the rows that have one. answer_after: the marker in front of every answer.
+        are_numbers: every answer is a number.
     """
 
     source: str
@@ -206,24 +205,22 @@ def _kind_of(name: str, values: list[Any]) -> str:
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
-    rows = read_data_file(
-        find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True)
-    )
-    texts = []
+    path, columns = find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True)
+    rows, texts = read_data_file(path, columns), []
     for row, prompt in enumerate(rows.prompts):
         try:
             texts.append("\n".join(message["content"] for message in as_messages(prompt)))
         except DataError as error:
             raise DataError(f"{rows.where(row)}: {error} (--prompt-column {prompt_column})") from None
-    found = [(row, one) for row, one in enumerate(rows.answers or []) if not has_no_answer(one)]
+    found = [(row, gold) for row, gold in enumerate(rows.answers or []) if not has_no_answer(gold)]
     flag = f"--answer-column {answer_column}"
-    golds = [comparable_text(one, rows.where(row), flag).strip() for row, one in found]
+    golds = [comparable_text(gold, rows.where(row), flag).strip() for row, gold in found]
     if not golds:
         raise ConfigError(f"{flag}: {rows.name} has no answer in this column; name the column with the answers")
     marked = 2 * sum(MARKER in gold for gold in golds) > len(golds)
     if marked:  # the training refuses a row without it
         key = f"data.answer_column: {answer_column}"
-        golds = [comparable_text(one, rows.where(row), key, MARKER) for row, one in found]
+        golds = [comparable_text(gold, rows.where(row), key, MARKER) for row, gold in found]
     golds = [find_boxed(gold) or gold for gold in golds]
     are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
     are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
@@ -234,8 +231,7 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTab
 
 
 class Fitted(NamedTuple):
-    """The values of the templates, and the run and the memory plan of the config that they give. `fits`: with enough
-    completions at once."""
+    """The templates' values, the run and the memory plan that they give. `fits`: with enough completions at once."""
 
     values: dict[str, Any]
     run: RunConfig
@@ -244,8 +240,7 @@ class Fitted(NamedTuple):
 
 
 def suggest_model(table: PromptTable, gpu_gib: float | None = None) -> str:
-    """The model to propose: the embedded one if the prompts are the additions that it knows; else on a GPU the largest
-    of the shipped configs that fits, on a CPU a small language model."""
+    """The model to propose: embedded for additions, on a GPU the largest shipped that fits, on a CPU a small one."""
     if all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
         return EMBEDDED
     if not find_machine(gpu_gib).on_cuda:
@@ -258,9 +253,7 @@ def suggest_model(table: PromptTable, gpu_gib: float | None = None) -> str:
 
 
 def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None) -> Fitted:
-    """The config with the longest completions of which enough fit at once. Raises ConfigError if nothing fits (with a
-    model that does), for a model of unknown shape, too few rows, and characters that an embedded model was not taught.
-    """
+    """The config with the longest completions of which enough fit at once; raises ConfigError if none can be made."""
     if (count := len(table.rows)) < PROMPTS + 1:
         raise ConfigError(
             f"{table.source} has {count} rows; a step needs {PROMPTS} prompts and the evaluation one held-out "
@@ -306,24 +299,13 @@ def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | Non
     else:  # half the bytes, a generous estimate, plus the template, in steps of 64
         prompt_length = min(max(-(-(longest_bytes // 2 + 96) // 64) * 64, 128 if is_short else 256), 2048)
     shared = {
-        "file": file,
-        "test": file.with_name(f"test_{module}.py"),
-        "module": module,
-        "model": model,
-        "table": table,
-        "form": form,
-        "thinks": thinks,
-        "thinks_if_asked": thinks_if_asked(model),
-        "on_cuda": machine.on_cuda,
-        "is_embedded": is_embedded,
-        "is_built_in": is_embedded or is_smollm2,
-        "generations": GENERATIONS,
-        "prompts": prompts,
-        "prompt_length": prompt_length,
-        "answer_budget": ANSWER,
+        "file": file, "test": file.with_name(f"test_{module}.py"), "module": module, "model": model, "table": table,
+        "form": form, "thinks": thinks, "thinks_if_asked": thinks_if_asked(model), "on_cuda": machine.on_cuda,
+        "is_embedded": is_embedded, "is_built_in": is_embedded or is_smollm2, "generations": GENERATIONS,
+        "prompts": prompts, "prompt_length": prompt_length, "answer_budget": ANSWER,
         "test_size": max(min(len(table.rows) // 5, 1000 if is_embedded else 200, len(table.rows) - prompts), 1),
         "usual_rate": f"{LORA_LEARNING_RATE:.0e}".replace("e-0", "e-"),
-    }
+    }  # fmt: skip
     for length, rows in SHORT if is_short else LENGTHS[thinks]:
         for memory in ("fast", "low"):
             values = shared | {
@@ -377,14 +359,11 @@ def write_starter(
     for path, text in texts.items():
         write_text(path, text)
     columns = f"prompts in '{table.prompt_column}', answers in '{table.answer_column}'"
-    lines = [
-        f"{table.source}: {len(table.rows)} rows, {columns}",
-        f"{plan.model}: {plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name} "
-        "(computed, not measured)",
-    ]
-    if others := [
-        name for name in table.rows.other_names if name not in ("", table.prompt_column, table.answer_column)
-    ]:
+    memory = f"{plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name}"
+    lines = [f"{table.source}: {len(table.rows)} rows, {columns}"]
+    lines.append(f"{plan.model}: {memory} (computed, not measured)")
+    used = ("", table.prompt_column, table.answer_column)
+    if others := [name for name in table.rows.other_names if name not in used]:
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
     long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
     if long and not table.are_numbers:

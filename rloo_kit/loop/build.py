@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 
 def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | None = None) -> RLOOStep:
-    """The step of a trainer that TRL has built, with its tools; raises ConfigError or BackendError for options that
-    cannot work."""
+    """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
     limits = limits_of(args, tokenizer, tags)
     tools = None
@@ -170,7 +169,6 @@ def read_filters(args: Any) -> Filters:
 
 def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
     """Why advantages cannot be computed in the pass that scores the policy; None if they can."""
-    memory = trainer.args.memory
     if not on_policy:
         return "the step is off-policy, so log-probabilities of the rollout are needed first"
     if trainer.aux_loss_enabled:
@@ -180,7 +178,7 @@ def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if rows % trainer.num_generations:
         return f"a process has {rows} completions, which do not divide into groups of {trainer.num_generations}"
-    return None if memory == "fast" else f"rloo.memory is {memory}"
+    return None if trainer.args.memory == "fast" else f"rloo.memory is {trainer.args.memory}"
 
 
 def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
@@ -220,15 +218,14 @@ def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if problem := find_handover_problem(model):
         raise ConfigError(problem)
-    folder = args.rollout_server_adapters or f"{args.output_dir}/server_adapters"
+    folder = Path(args.rollout_server_adapters or f"{args.output_dir}/server_adapters")
 
     def hand_over(target: Path) -> None:
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
-    return ServerSettings(
-        args.rollout_server_url, Path(folder), hand_over, run, model.config.get_text_config().vocab_size
-    )
+    vocabulary = model.config.get_text_config().vocab_size
+    return ServerSettings(args.rollout_server_url, folder, hand_over, run, vocabulary)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

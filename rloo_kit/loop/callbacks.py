@@ -46,9 +46,7 @@ def is_step_row(logs: dict[str, Any] | None) -> bool:
 class RolloutLog:
     """A rollout listener: writes every completion to `rollouts/` and keeps the last batch, of all processes in order.
 
-    The trainer numbers a rollout by the optimizer steps done before it. Here a row carries the step it trains, so that
-    it joins with `metrics.jsonl`. `keep_gib`: `run.rollouts_gib`.
-    """
+    A row carries the step that it trains, as in `metrics.jsonl`. `keep_gib`: `run.rollouts_gib`."""
 
     def __init__(self, run_dir: RunDir, keep_gib: float | None = None):
         self.run_dir = run_dir
@@ -110,8 +108,7 @@ class MetricsWriter(TrainerCallback):
 
 
 class TimedSaves(TrainerCallback):
-    """Saves a checkpoint when `minutes` (None: never) have passed since the last one; `rloo.save_steps` applies
-    too."""
+    """Saves a checkpoint `minutes` after the last one (None: never); `rloo.save_steps` applies too."""
 
     def __init__(self, run_dir: RunDir, minutes: float | None):
         self.run_dir = run_dir
@@ -177,7 +174,6 @@ class ProgressLine(TrainerCallback):
         self._printed_at, self._printed_step = now, step
 
     def _line(self, state: Any, left_s: float, _since_s: float) -> str:
-        """Without a value that the run does not have."""
         held_out = None if self.evaluations is None else self.evaluations.history.value
         per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
         logs = self._logs
@@ -198,8 +194,7 @@ class Interrupts(TrainerCallback):
     """Ctrl-C (SIGINT), SIGTERM and SIGHUP end the run after the current step and save `saved`; at once if a second one
     comes, or, in one process, if the step waits for async rewards longer than `SECONDS_FOR_REWARDS`.
 
-    A context manager that handles the signals inside its block, in the main thread only. A signal to one of several
-    processes stops all of them after the same step.
+    A context manager that handles the signals inside its block, in the main thread only.
 
     Attributes:
         requested: whether a signal came.
@@ -294,7 +289,7 @@ class SampleTable(TrainerCallback):
             if row["truncated"]:
                 answer += "\n(cut off)"
             shown = shorten(thinking, 480, tail=240) + (f"\n({CLOSED_BY_THE_BUDGET})" if row.get("forced") else "")
-            steps = [one for one in list_steps(row.get("turns", ())) if one[0] not in ("thinking", "text")]
+            steps = [step for step in list_steps(row.get("turns", ())) if step[0] not in ("thinking", "text")]
             lines = [text if kind == "call" else f"-> {shorten(text, 60)}" for kind, text in steps]
             calls = [shorten("\n".join(lines), 240, tail=120)] * has_tools
             cells = (shorten(plain_prompt(prompt), 160, tail=80), *calls, shown, shorten(answer, 240, 120), reward)
@@ -305,15 +300,14 @@ class SampleTable(TrainerCallback):
 class HealthGuard(TrainerCallback):
     """Prints each finding of the rules once and writes it to `health.jsonl` and `status.json`.
 
-    Saves and stops if `health:` says so. Lines of `metrics.jsonl` that are there already belong to an earlier part of
-    the run, and their findings are not printed again.
+    Saves and stops if `health:` says so. What `rows` show at the start has been printed by an earlier part of the run.
 
     Attributes:
         findings: the causes found so far in the whole run. stopped_by: the rule that stopped it; None if none did.
     """
 
     def __init__(self, run: RunConfig, run_dir: RunDir, rows: list[dict[str, Any]]):
-        self.run, self.run_dir, self.rows = run, run_dir, rows
+        self.run_dir, self.rows = run_dir, rows
         self.stopped_by: str | None = None
         self._cause: Finding | None = None
         self._watch, self._observed = HealthWatch(Context.of(run), rows), len(rows)
@@ -323,7 +317,6 @@ class HealthGuard(TrainerCallback):
         return self._watch.findings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._watch, self._observed = HealthWatch(Context.of(self.run), self.rows), len(self.rows)
         self._write()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> Any:
@@ -347,10 +340,10 @@ class HealthGuard(TrainerCallback):
         return found
 
     def _write(self) -> None:
-        causes = [one.to_dict() for one in self.findings]
-        rows = [{"step": one["step"], **one, "run": self.run_dir.id} for one in causes]
+        causes = [cause.to_dict() for cause in self.findings]
+        rows = [{"step": cause["step"], **cause, "run": self.run_dir.id} for cause in causes]
         self.run_dir.replace_jsonl("health.jsonl", sorted(rows, key=itemgetter("step")))
-        brief = [{key: one[key] for key in ("rule", "since", "evidence", "fix")} for one in causes]
+        brief = [{key: cause[key] for key in ("rule", "since", "evidence", "fix")} for cause in causes]
         self.run_dir.set_status("running", health=brief)
 
     def make_error(self, where: str) -> HealthError:
@@ -369,19 +362,17 @@ def say_findings(findings: Iterable[Finding], steps: int) -> None:
 class Movement(TrainerCallback):
     """Logs `policy/moved`: how far the trained weights are from the initial ones.
 
-    Initial means before the trainer loads a checkpoint, so a resumed run logs the same values. It is the norm of the
-    difference over the initial norm, on a sample of about 2**16 entries. Nothing is logged for sharded weights.
-    """
+    The norm of the difference over the initial norm, that before a checkpoint is loaded, on a sample of about 2**16
+    entries. Nothing is logged for sharded weights."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        is_whole = trainer.rloo.parallel.kind != "shards"
-        self._begun = self._sample() if is_whole else None
+        self._begun = None if trainer.rloo.parallel.kind == "shards" else self._sample()
 
     def _sample(self) -> torch.Tensor | None:
-        tensors = [one.detach() for one in self.trainer.model.parameters() if one.requires_grad]
-        stride = max(sum(one.numel() for one in tensors) // 2**16, 1)
-        return torch.cat([one.reshape(-1)[::stride].float() for one in tensors]) if tensors else None
+        tensors = [value.detach() for value in self.trainer.model.parameters() if value.requires_grad]
+        stride = max(sum(value.numel() for value in tensors) // 2**16, 1)
+        return torch.cat([value.reshape(-1)[::stride].float() for value in tensors]) if tensors else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._begun is not None and (now := self._sample()) is not None:

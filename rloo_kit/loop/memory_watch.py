@@ -82,9 +82,7 @@ class MemoryPeak:
 class MemoryWatch:
     """Measures this process from `start` to `report`; a rollout listener that records the longest rows in between.
 
-    Off a GPU it counts the growth of resident memory, which excludes what else a notebook has loaded. `rows`:
-    completions at once.
-    """
+    Off a GPU it counts the growth of resident memory. `rows`: completions at once."""
 
     def __init__(self, load: Workload, machine: Machine, rows: int) -> None:
         self.load, self.machine, self.rows = load, machine, rows
@@ -119,8 +117,7 @@ class MemoryWatch:
         run_dir.write_json("memory.json", {"machine": name, "date": now()} | figures)
 
     def _measure(self) -> dict[str, Any] | None:
-        """This process's figures for `memory.json`, GiB: the peak, with CUDA's context, next to those computed for the
-        run and for its longest rows. None if no completion was sampled or memory cannot be measured."""
+        """This process's figures for `memory.json`; None if no completion was sampled or memory cannot be measured."""
         if not self._completion:
             return None
         load, peak = self.load, self._peak
@@ -152,13 +149,13 @@ class MemoryWatch:
 
 
 def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any) -> MemoryWatch | None:
-    """The watch of a run; None for a model that cannot be planned, and with vLLM, whose pool torch does not count."""
+    """The watch of a run with the trainer's `args`; None for a model that cannot be planned, and with vLLM."""
     machine = find_machine()
     try:
         load = read_workload(run, machine, config, engine)
     except ConfigError:
         return None
-    if engine == "vllm":
+    if engine == "vllm":  # torch does not count its pool
         return None
     load = replace(load, tokens_per_pass=args.tokens_per_pass or load.tokens_per_pass)
     return MemoryWatch(load, machine, min(args.rollout_rows or load.completions, load.completions))

@@ -15,7 +15,7 @@ import torch
 
 from rloo_kit.completion import Completion, measure_calls
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, task_of
-from rloo_kit.gradient.advantages import Advantages, AdvantageSettings, kl_charge, scale_by_group, tied_groups
+from rloo_kit.gradient.advantages import AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
 from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick
 from rloo_kit.models.parallel import Parallel
@@ -36,8 +36,6 @@ REPEATED_TOKENS = 8  # length of the token runs that are counted as repeated wit
 
 class Recorder:
     """Writes a step's metrics to the log of TRL's trainer, which averages them, and calls the listeners.
-
-    `settings`: of the penalty; `has_budget`: whether thinking may be closed by force.
 
     Attributes:
         listeners: called once a generation batch with one dict for each completion of this process.
@@ -90,8 +88,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------ a rollout
 
     def sampled(self, completions: list[Completion], token_steps: int) -> None:
-        """TRL's metrics of lengths, over all processes; in training also the tokens drawn (not forced ones or tools'
-        results), and the engine's steps for them."""
+        """TRL's metrics of lengths, over all processes; in training also the tokens drawn and the engine's steps."""
         device, metrics = self.parallel.accelerator.device, self._metrics
         columns = [[len(done.prompt_ids), len(done.ids), done.tokens, done.ended] for done in completions]
         prompts, whole, tokens, ended = self.parallel.gather(torch.tensor(columns, device=device)).T  # (A,) each
@@ -112,23 +109,18 @@ class Recorder:
         """Metrics, TRL's table of completions, and the rows for the listeners."""
         described = self._describe(batch)
         everywhere = self.parallel.gather(described)  # (A, columns)
-        for name, value in self._measure(batch, batch.advantages, everywhere).items():
+        for name, value in self._measure(batch, everywhere).items():
             # an evaluation's last batch may be smaller: a value for each completion
             self._metrics[name] += [value] * (1 if self._is_training else len(everywhere))
-        self._fill_table(batch, batch.advantages)
+        self._fill_table(batch)
         if self._is_training:
             self.episodes += len(everywhere)
-            if self.listeners:
-                rows = self._make_rows(batch, batch.advantages, described)
-                for listener in self.listeners:
-                    listener(rows)
+            rows = self._make_rows(batch, described) if self.listeners else []
+            for listener in self.listeners:
+                listener(rows)
 
     def _describe(self, batch: RolloutBatch) -> torch.Tensor:
-        """One row of numbers per completion, (B, len(COLUMNS)) float32, ready to be gathered across processes.
-
-        `thinks` is 0 for a model that was not asked to think. `penalty` is the KL charge of a whole completion, before
-        beta; `print` is equal for equal completions.
-        """
+        """One row of numbers per completion, (B, len(COLUMNS)) float32; `penalty` is the KL charge before beta."""
         tags, columns = self.tags, []
         for completion in batch.judged.completions:
             written = [token for turn in completion.turns for token in turn]
@@ -152,12 +144,11 @@ class Recorder:
         charged = [sum_rows(kl, lengths), sum_rows(mask.float(), lengths), penalty]
         return torch.cat([rows, torch.stack([column.float() for column in charged], dim=1)], dim=1)
 
-    def _measure(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> dict[str, float]:
+    def _measure(self, batch: RolloutBatch, described: torch.Tensor) -> dict[str, float]:
         """Metrics by name of one generation batch, over all processes; `described` is (A, len(COLUMNS))."""
         column = dict(zip(COLUMNS, described.T, strict=True))
-        judged, rewards, scores = batch.judged, advantages.rewards, batch.scores
-        names = self.trainer.reward_func_names
-        metrics = {}
+        judged, rewards, scores = batch.judged, batch.advantages.rewards, batch.scores
+        names, metrics = self.trainer.reward_func_names, {}
         for index, name in enumerate(names):
             metrics[f"rewards/{name}/mean"] = mean(judged.rewards_per_func[:, index])
             metrics[f"rewards/{name}/std"] = std(judged.rewards_per_func[:, index])
@@ -194,8 +185,7 @@ class Recorder:
         return metrics | self._measure_tasks(judged) | self._measure_tools(judged.completions)
 
     def _measure_tasks(self, judged: Judged) -> dict[str, float]:
-        """The weighted sum by task and each task's share of the completions, over all processes; none if the rows do
-        not name their rewards."""
+        """The weighted sum and the share of the completions by task; none if the rows do not name their rewards."""
         if ROW_REWARDS not in judged.completions[0].row:
             return {}
         tasks = self.parallel.gather_list([task_of(completion.row) for completion in judged.completions])
@@ -225,13 +215,11 @@ class Recorder:
             metrics[f"tools/{name}/failure_frequency"] = kinds.count("failed") / len(kinds)
         return metrics
 
-    def _make_rows(self, batch: RolloutBatch, advantages: Advantages, described: torch.Tensor) -> list[dict[str, Any]]:
-        """One plain dict per completion of this process, in the order of the rollout; unscored values are None.
+    def _make_rows(self, batch: RolloutBatch, described: torch.Tensor) -> list[dict[str, Any]]:
+        """One plain dict per completion of this process; unscored values are None.
 
-        `step` is the number of optimizer steps done when they were sampled; `group` numbers the prompts of the step,
-        from 1; `answer_start` and `forced_chars` (where `forced`) are offsets into the text, found by the ids, so that
-        a reader of the row needs no tokenizer.
-        """
+        `step`: optimizer steps done before. `group`: of the prompts of the step, from 1. `answer_start` and
+        `forced_chars` are offsets into the text, so that a reader needs no tokenizer."""
         rows, tokenizer = [], self.trainer.processing_class
         for index, (completion, numbers) in enumerate(zip(batch.judged.completions, described.tolist(), strict=True)):
             column = dict(zip(COLUMNS, numbers, strict=True))
@@ -266,13 +254,13 @@ class Recorder:
                     "kl": column["kl"],
                     "rewards": {name: _or_none(value) for name, value in rewards},
                     "reward": _or_none(batch.judged.raw_scores[among_all].item()),
-                    "advantage": advantages.per_row[among_all].item(),
+                    "advantage": batch.advantages.per_row[among_all].item(),
                     "columns": {name: value for name, value in completion.row.items() if name != "prompt"},
                 }
             )
         return rows
 
-    def _fill_table(self, batch: RolloutBatch, advantages: Advantages) -> None:
+    def _fill_table(self, batch: RolloutBatch) -> None:
         """Fill TRL's table of completions and flush what rewards logged, in the same order on all processes."""
         trainer, completions, gather_list = self.trainer, batch.judged.completions, self.parallel.gather_list
         logs = trainer._logs
@@ -280,21 +268,20 @@ class Recorder:
         logs["completion"].extend(gather_list([completion.text for completion in completions]))
         for index, name in enumerate(trainer.reward_func_names):
             logs["rewards"][name].extend(batch.judged.rewards_per_func[:, index].tolist())
-        logs["advantages"].extend(advantages.per_row.tolist())
+        logs["advantages"].extend(batch.advantages.per_row.tolist())
         for column in sorted(set(gather_list(list(trainer._pending_extra_logs)))):
             mine = trainer._pending_extra_logs.get(column, [None] * len(completions))
             logs["extra"][column].extend(gather_list(mine))
         trainer._pending_extra_logs.clear()
         for name in sorted(set(gather_list(list(trainer._pending_metrics)))):
             values = gather_list(trainer._pending_metrics.get(name, []))
-            self._metrics[name].append(sum(values) / len(values))
+            self.count(name, sum(values) / len(values))
         trainer._pending_metrics.clear()
 
     # ------------------------------------------------------------------------------------------------ a step
 
     def step(self, stats: StepStats, on_policy: bool) -> None:
-        """Record loss, entropy, ratios, clip shares and the gap to the sampler of one step, over all processes; nothing
-        for what was not computed. `on_policy`: a ratio that was not computed is 1 by definition."""
+        """Record one step, over all processes. `on_policy`: a ratio that was not computed is 1 by definition."""
         accelerator = self.parallel.accelerator
         per_row = accelerator.pad_across_processes(stats.per_row[stats.rows], dim=0, pad_index=torch.nan)
         sums = [stats.policy_loss, stats.entropy, stats.approx_kl, stats.gap[:2], stats.weight, stats.aux_loss]
@@ -332,9 +319,7 @@ class Recorder:
             self._metrics[name].append(value)
 
     def log(self, logs: dict[str, float]) -> dict[str, float]:
-        """TRL's logs plus times, episodes, episodes per second and the names of the older trainer.
-
-        A non-finite gradient norm is left out (the step was skipped)."""
+        """TRL's logs, without the non-finite gradient norm of a skipped step, plus times, episodes and older names."""
         if self._is_training and self._begun is not None and self._metrics:
             elapsed = max(time.monotonic() - self._begun[0], 1e-9)
             self._metrics["eps"] = [(self.episodes - self._begun[1]) / elapsed]
@@ -414,9 +399,8 @@ def kl_spread_ratio(penalty: torch.Tensor, scores: torch.Tensor, beta: float, nu
     >>> kl_spread_ratio(penalty, scores, beta=1.0, num_generations=2)
     2.0
 
-    The mean standard deviation of a group's penalties over that of its scores (groups of `num_generations`; those with
-    fewer than two scored samples are left out). Infinity where no group's scores differ but penalties do, so that the
-    penalty alone makes the gradient; None where neither differs or no group has two scored samples.
+    The mean standard deviation of a group's penalties over that of its scores, for groups with two scored samples.
+    Infinity where penalties differ and scores do not; None where neither differs or nothing is compared.
     """
     grouped, charges = scores.view(-1, num_generations), (beta * penalty).view(-1, num_generations)
     spreads = [

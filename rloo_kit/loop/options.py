@@ -55,11 +55,6 @@ class Option(NamedTuple):
         return self.section.model_fields[self.key]
 
     @property
-    def type(self) -> Any:
-        """The annotation without bounds: `int | None`."""
-        return get_type_hints(self.section)[self.key]
-
-    @property
     def default(self) -> Any:
         """The default in `RLOOConfig`: TRL's, if it differs from the kit's."""
         trl = declared(self.field, "trl")
@@ -114,29 +109,23 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-def _describe(entry: Option) -> str:
-    """An option's description, type and bounds, with Python's word for null."""
-    return re.sub(r"\bnull\b", "None", f"{entry.field.description} ({describe_field(entry.field)})")
-
-
 def _add_fields(cls: type) -> type:
-    """Add a field and a docstring line for each of the kit's options, and a field for each old name.
-
-    An old name is None unless given; `HfArgumentParser` makes flags of both."""
-    lines = [f"{name}: {_describe(entry)}. Default: {entry.default!r}." for name, entry in _OWN.items()]
-    text = inspect.cleandoc(cls.__doc__ or "")  # which Python 3.13 does by itself
-    cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
+    """Add a field and a docstring line for each of the kit's options, and a field for each old name."""
+    lines = []
     for name, entry in _OWN.items():
-        kind: Any = entry.type
-        metadata: dict[str, Any] = {"help": _describe(entry)}
+        described = re.sub(r"\bnull\b", "None", f"{entry.field.description} ({describe_field(entry.field)})")
+        lines.append(f"{name}: {described}. Default: {entry.default!r}.")
+        kind: Any = get_type_hints(entry.section)[entry.key]  # without bounds
+        metadata: dict[str, Any] = {"help": described}
         if bool in get_args(kind):  # or a word: the flag without a value means true, as for a bool
             words = [word for part in get_args(kind) for word in get_args(part)]
             kind, metadata = Literal[(False, True, *words)], metadata | {"nargs": "?", "const": True}
         cls.__annotations__[name] = kind
-        made = (
-            {"default_factory": entry.default.copy} if isinstance(entry.default, list) else {"default": entry.default}
-        )
+        default, is_list = entry.default, isinstance(entry.default, list)
+        made = {"default_factory": default.copy} if is_list else {"default": default}
         setattr(cls, name, field(**made, metadata=metadata))
+    text = inspect.cleandoc(cls.__doc__ or "")  # which Python 3.13 does by itself
+    cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
     for name, old in CONFIG_NAMES.items():
         if name in _STOCK_FIELDS or hasattr(cls, name):  # `world_size` is a property of TrainingArguments
             continue
@@ -247,11 +236,8 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-_FILE_KEYS = {
-    f"{section.prefix}{key}": name
-    for section in (RLOOSection, RolloutSection, RunSection)
-    for name, key in section.arguments().items()
-} | {"model.lora": "peft_config", "model.max_seq_length": "vllm_max_model_length"}
+_FILE_KEYS = {f"{option.section.prefix}{option.key}": name for name, option in OPTIONS.items()}
+_FILE_KEYS |= {"model.lora": "peft_config", "model.max_seq_length": "vllm_max_model_length"}
 
 
 def name_settings(text: str, args: Any) -> str:
@@ -297,8 +283,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
 
 
 def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the file's values, else the minimum of
-    `plan_vram` over all processes. A model that cannot be planned is left to the out-of-memory handling."""
+    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the smallest plan of all processes."""
     gathered = gather_objects(_own_limits(run, policy))
     return {name: min(limits[name] for limits in gathered if name in limits) for name in set().union(*gathered)}
 
@@ -312,7 +297,7 @@ def loaded_engine(run: RunConfig, policy: Policy) -> str:
 def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
     try:
         plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
-    except ConfigError as error:
+    except ConfigError as error:  # left to the out-of-memory handling
         say(f"memory: {error}")
         return {}
     limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
@@ -389,9 +374,8 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
 
 
 def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Toolbox | None:
-    """The tools of a trainer; None without any. The own reward of a class of environments is added to the rewards in
-    `named`; a `Toolbox` is a run's, whose rewards have it."""
-    if isinstance(tools, Toolbox):
+    """The tools of a trainer; None without any. The own reward of a class of environments is added to `named`."""
+    if isinstance(tools, Toolbox):  # a run's, whose rewards have it
         return tools
     if tools or factory:
         toolbox = Toolbox.of(tools or [], factory)

@@ -28,11 +28,8 @@ LOOP_STATE = "loop_state.json"
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where a run is in a training set without a length, at the end of an optimizer step.
-
-    Attributes:
-        passes: completed passes over the stream. batches: of the current pass. micro_steps: of all passes.
-    """
+    """Where a run is in a training set without a length, at the end of an optimizer step: completed passes over it,
+    batches of the current one, micro-steps of all."""
 
     passes: int
     batches: int
@@ -46,9 +43,8 @@ class StreamPlace:
 
 
 def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
-    """The micro-steps before the optimizer step of `state`, of `pass_length` in a pass over the prompts; the last step
-    of a pass may have fewer than the others."""
-    steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)
+    """The micro-steps before the optimizer step of `state`, of `pass_length` in a pass over the prompts."""
+    steps_a_pass = max(math.ceil(pass_length / args.gradient_accumulation_steps), 1)  # the last one may be shorter
     passes, rest = divmod(state.global_step, steps_a_pass)
     return passes * pass_length + rest * args.gradient_accumulation_steps
 
@@ -96,7 +92,7 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
 
 
 def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
-    """Save what was trained as `adapter/`, replaced atomically; `record` as in `save_adapter`. By all processes."""
+    """Replace `adapter/` of the run by what was trained, with a `record` for `trained.json`; all processes call it."""
     target, staged = run_dir / "adapter", run_dir / UNFINISHED / "adapter"
     with saving(target):
         save_adapter(policy, staged, **record)

@@ -123,8 +123,7 @@ def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[A
 
 
 def check_sampling(run: RunConfig, policy: Policy) -> None:
-    """Refuse rollouts that this model, backend or machine cannot do, before a long evaluation starts: ConfigError (a
-    budget for a model that does not think, a missing adapter) or BackendError (an engine)."""
+    """Refuse rollouts that this model, backend or machine cannot do: ConfigError, or BackendError for an engine."""
     check_budget(run, policy.family)
     name, _ = resolve_engine(run.rollout.engine, policy.backend, policy.model)
     if name == "server" and not hasattr(policy.model, "peft_config"):
@@ -133,12 +132,9 @@ def check_sampling(run: RunConfig, policy: Policy) -> None:
 
 
 def check_inputs(run: RunConfig, run_dir: RunDir, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
-    """Record what a run's configuration only names (rows, sources of rewards and tools, weights, versions), and
-    compare it with what a resumed run has; once for each open folder. Raises ConfigError, with a list, if they have
-    changed.
-
-    Changes that `run_dir` accepts, or that come before anything is trained, are recorded, and what was measured before
-    them is deleted."""
+    """Record what a run's configuration only names (rows, sources of rewards and tools, weights, versions), once for
+    each open folder. Raises ConfigError, with a list, if a resumed run began with others; if `run_dir` accepts them, or
+    nothing is trained yet, what was measured before is deleted."""
     if not run_dir.inputs:
         run_dir.inputs = share_from_main(lambda: _compare_inputs(run_dir, _inputs_of(run, policy, data, reward_funcs)))
 
@@ -170,14 +166,14 @@ def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
 def _inputs_of(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
     """Digests, counts and versions by their names in words."""
     toolbox, found = open_toolbox(run), read_versions(run.rloo.environment or "") | policy.weights
-    found |= {f"tools in {file}": one for file, one in toolbox.sources.items()} if toolbox else {}
+    found |= {f"tools in {file}": digest for file, digest in toolbox.sources.items()} if toolbox else {}
     for side, table in (("training", data.train), ("held-out", data.test)):
         found[f"number of {side} prompts"] = str(len(table))
         for name in table.column_names:
             values = (json.dumps(value, sort_keys=True, default=str) for value in table[name][:])
             found[f"column {name} of the {side} prompts"] = digest_texts(values)
-    found["rewards"] = ", ".join(one if isinstance(one, str) else reward_name(one) for one in reward_funcs)
-    return found | read_sources(RewardModel(one) if isinstance(one, str) else one for one in reward_funcs)
+    found["rewards"] = ", ".join(reward if isinstance(reward, str) else reward_name(reward) for reward in reward_funcs)
+    return found | read_sources(RewardModel(reward) if isinstance(reward, str) else reward for reward in reward_funcs)
 
 
 class _Training:
@@ -218,13 +214,12 @@ class _Training:
         run, policy = self.run, self.policy
         before = load_evaluation(run, "before") if run.run.evaluate else None  # the one after takes about as long
         progress = ProgressLine(self.writer, run.run.progress_every_s, 0.0 if before is None else before.seconds)
-        shown = run.run.sample_every_steps, run.run.num_samples
-        saves = TimedSaves(self.run_dir, run.run.save_every_minutes)
-        callbacks = [self.writer, progress, SampleTable(self.rollouts, *shown), self.guard, self.interrupts]
+        progress.evaluations = self.evaluations
+        shown = SampleTable(self.rollouts, run.run.sample_every_steps, run.run.num_samples)
+        callbacks = [self.writer, progress, shown, self.guard, self.interrupts]
         if self.evaluations is not None:
-            progress.evaluations = self.evaluations
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation
-        callbacks.append(saves)
+        callbacks.append(TimedSaves(self.run_dir, run.run.save_every_minutes))
         arguments = RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints"))
         arguments.is_from_file = True
         trainer = RLOOTrainer(
@@ -260,7 +255,6 @@ class _Training:
             if adapter_step is None:
                 adapter_step = steps if self.evaluations is None else (self.evaluations.load_best() or steps)
                 publish_adapter(self.policy, self.run_dir, run=self.run_dir.id, step=adapter_step, steps_done=steps)
-            adapter = self.run_dir / "adapter"
             seconds = round(self.writer.seconds, 3)
         finally:
             if done := self.trainer.state.global_step + (not self.interrupts.between_steps):
@@ -273,10 +267,9 @@ class _Training:
         if self.memory is not None:
             self.memory.report(self.run_dir)
         wait_for_all()  # a launcher kills the others as soon as one has exited
-        rows, findings = self.writer.rows, self.guard.findings
-        return share(
-            TrainResult(self.run_dir.folder, adapter, steps, rows, seconds, stopped, adapter_step, findings=findings)
-        )
+        folder, rows, findings = self.run_dir.folder, self.writer.rows, self.guard.findings
+        result = TrainResult(folder, folder / "adapter", steps, rows, seconds, stopped, adapter_step, findings=findings)
+        return share(result)
 
     def _is_done_already(self) -> bool:
         """Whether the resumed run has nothing left to do; the trainer would take one step too many."""
@@ -290,16 +283,14 @@ class _Training:
         return total is not None and self.checkpoint.step >= total
 
     def _load_weights(self) -> int | None:
-        """Load the weights that the run ended with; returns their step if they are those in adapter/, which
-        then stays."""
+        """Load the weights that the run ended with; returns their step if they are those in adapter/, which stays."""
         step = self.checkpoint.step
         self.trainer._load_from_checkpoint(str(self.checkpoint.folder))
         self.trainer.state.global_step = self.trainer.state.max_steps = step
         how = "finished"
         if self.evaluations is not None:
             self.evaluations.settle(step)
-            saved = read_object(self.checkpoint.folder / "trainer_state.json")["max_steps"]
-            total = self.run.rloo.max_steps or saved
+            total = self.run.rloo.max_steps or read_object(self.checkpoint.folder / "trainer_state.json")["max_steps"]
             if self.evaluations.stopped is not None and step < total:
                 self.trainer.state.max_steps = total
                 how = "stopped early (raise eval.patience to continue)"
@@ -342,22 +333,21 @@ class _Training:
 
     def _record_end(self, stopped: str | None, adapter_step: int, seconds: float) -> None:
         """The final state, in `status.json` and on the screen."""
-        state, folder = self.trainer.state, self.run_dir.folder
-        progress = {"step": state.global_step, "max_steps": state.max_steps, "adapter_step": adapter_step}
-        progress |= {"seconds": seconds}
-        where = f"at step {state.global_step} of {state.max_steps}"
+        folder, step, last = self.run_dir.folder, self.trainer.state.global_step, self.trainer.state.max_steps
+        progress: dict[str, Any] = {"step": step, "max_steps": last, "adapter_step": adapter_step, "seconds": seconds}
+        where = f"at step {step} of {last}"
         if stopped == EARLY and self.evaluations is not None:
             progress |= {"stopped_early": f"{where}: {self.evaluations.stopped}"}
             say(f"stopped early {progress['stopped_early']}")
-        if self.evaluations is not None and adapter_step != state.global_step:
+        if self.evaluations is not None and adapter_step != step:
             say(f"{folder / 'adapter'} holds the weights of step {adapter_step}, the best evaluation's")
         if stopped in (None, EARLY):
             self.run_dir.set_status("finished", **progress)
             return
         resume = self.run_dir.resume_command
         if stopped == "interrupted":
-            last = self.run_dir.last_checkpoint()
-            saved = f"the checkpoint of step {last.step}" if last else "no checkpoint yet (no step was finished)"
+            kept = self.run_dir.last_checkpoint()
+            saved = f"the checkpoint of step {kept.step}" if kept else "no checkpoint yet (no step was finished)"
             self.run_dir.set_status("interrupted", resume=resume, **progress)
             say(f"interrupted {where}; {folder} has {saved}, and the adapter. To go on: {resume}")
             return
@@ -370,8 +360,7 @@ class _Training:
 def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any], run_dir: RunDir) -> bool:
     """All of `rloo-kit train` in an open folder: preflight, evaluate, train, evaluate again, report.
 
-    Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run (`no_signal`:
-    NoSignalError), else as `train`."""
+    Returns whether it was interrupted. Raises HealthError if a rule of `health:` stopped the run, else as `train`."""
     if not run_dir.resumed:
         require_go(run, policy, data, reward_funcs)
     check_start(run, policy, data, reward_funcs)  # before a long evaluation

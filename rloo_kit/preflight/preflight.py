@@ -40,9 +40,6 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
 
     Args:
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
-
-    Returns:
-        The result, which prints as a table with the verdict.
     """
     started = time.monotonic()
     faults: list[Problem] = []
@@ -102,10 +99,9 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
     # accelerate's forward in mixed precision; use_cache and the like
-    settings = [(vars(one), dict(vars(one))) for one in (model, model.config, model.generation_config)]
+    settings = [(vars(owner), dict(vars(owner))) for owner in (model, model.config, model.generation_config)]
     was_training = model.training
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with keep_random_numbers(), torch.random.fork_rng(devices=devices):
+    with keep_random_numbers(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             yield weights
         finally:
@@ -119,16 +115,10 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measures: Measures) -> None:
-    """Seconds of a step, and hours of the run with its evaluations, for completions as long as the probe's.
-
-    `gradient_s`: of a trained token; a third of it is the forward pass."""
-    batch, each = probe.batch, step_completions(run)
-
-    def sample_s(completions: int, at_once: int, of_a_prompt: int) -> float:
-        return probe.seconds(completions, at_once, of_a_prompt, gradient_s / 3)
-
-    size = run.rloo.generation_batch_size
-    rollout_s = sample_s(size, probe.rows, run.rloo.num_generations) * each / (size * run.rloo.num_iterations)
+    """Seconds of a step, and hours of the run, for completions as long as the probe's; `gradient_s`: of a token."""
+    batch, each, size, forward_s = probe.batch, step_completions(run), run.rloo.generation_batch_size, gradient_s / 3
+    sampled_s = probe.seconds(size, probe.rows, run.rloo.num_generations, forward_s)
+    rollout_s = sampled_s * each / (size * run.rloo.num_iterations)
     tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
     share = 1.0 if run.rloo.beta else (measures.signal or 0) / (measures.prompts or 1)  # groups without are left out
     measures.step_s = rollout_s + share * each * tokens * gradient_s
@@ -136,5 +126,5 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measu
     measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
     measures.device = "GPU" if torch.cuda.is_available() else "CPU"
     evaluations = list_evaluations(run, run.rloo.max_completion_length, len(data.test), measures.steps)
-    evaluation_s = sum(sample_s(count, run.eval.batch_size, siblings) for count, siblings, _ in evaluations)
-    measures.hours = (measures.steps * measures.step_s + evaluation_s) / 3600
+    times = (probe.seconds(count, run.eval.batch_size, siblings, forward_s) for count, siblings, _ in evaluations)
+    measures.hours = (measures.steps * measures.step_s + sum(times)) / 3600

@@ -76,8 +76,7 @@ class Probe:
     pads: bool = False
 
     def seconds(self, completions: int, at_once: int, of_a_prompt: int, forward_s: float) -> float:
-        """Seconds in which so many completions, as long as these, are sampled and judged. `forward_s`: of a token of a
-        prompt."""
+        """Seconds to sample and judge so many completions as long as these. `forward_s`: of a token of a prompt."""
         lengths, size, judged_s = self.batch.lengths, len(self.batch), self.judge_s / len(self.batch) * completions
         if self.token_s is None:
             return self.sample_s / size * completions + judged_s
@@ -131,8 +130,7 @@ def run_probe(
 
 
 def draw_rows(run: RunConfig, dataset: Any, times: int = 1) -> list[dict[str, Any]]:
-    """Rows of the training set for the probe, each repeated K times; the same for the same seed. `times` multiplies the
-    minimum number of groups."""
+    """Rows of the training set for the probe, each repeated K times; `times` multiplies the minimum of groups."""
     generations = run.rloo.num_generations
     groups = min(times * max(LEAST_GROUPS, -(-LEAST_COMPLETIONS // generations)), len(dataset))
     places = random.Random(f"preflight-{run.run.seed}").sample(range(len(dataset)), groups)
@@ -160,8 +158,7 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
 
 
 def time_tokens(run: RunConfig, policy: Policy, data: Data, rewards: list[Any], probe: Probe, tell: Tell) -> Probe:
-    """The probe with the seconds of a token step, the median of `TIMED`: without prefill, the first call, the capture
-    of CUDA graphs. The probe's prompts are continued from the middle of a completion, and no row ends. On a GPU
+    """The probe with the seconds of a token step, the median of `TIMED` from the middle of completions. On a GPU
     `rollout.engine: auto` then takes the faster one of the native engine and `generate`."""
     if run.rloo.has_tools or loaded_engine(run, policy) in FOREIGN:  # episodes wait for tools
         return probe
@@ -253,8 +250,7 @@ def list_episodes(batch: RolloutBatch) -> list[Episode]:
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
-    """Whether few groups have a signal, or no answer is right, although completions were scored and not cut off, which
-    may be chance."""
+    """Whether few groups have a signal, or no answer is right, by chance: not if all are cut off or unscored."""
     assert measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts or measures.pass_rate == 0.0
     return few and not is_short(measures) and not bool(probe.batch.scores.isnan().all())
@@ -272,8 +268,7 @@ def is_short(measures: Measures) -> bool:
 def find_rollout_faults(
     run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures
 ) -> Iterator[Problem]:
-    """Problems shown by the completions and their rewards. Errors only for what few completions cannot show by chance:
-    no group of the second, wider draw (`is_unsure`) has a signal, or the thinking does not fit."""
+    """Problems of the completions and their rewards; errors only for what few completions cannot show by chance."""
     count, failed = len(probe.batch), probe.batch.judged.failed.any(dim=1).float().mean().item()
     if failed:
         limit = run.run.max_reward_failure_share
@@ -331,11 +326,9 @@ def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
         is_wrong = not own and bool(others) and not any(others)
     if not paid or not is_wrong or REGISTRY.keys() & own:
         return None
-    names, unless = " and ".join(paid), f", unless {' and '.join(own)} grades how nearly right it is" if own else ""
-    text = (
-        f"no answer is right, and {names} alone gives different rewards: the run would learn form, not the task{unless}"
-    )
-    return Problem("rewards", text, _advise(0.0), level="warning")
+    unless = f", unless {' and '.join(own)} grades how nearly right it is" if own else ""
+    text = f"no answer is right, and {' and '.join(paid)} alone gives different rewards: the run would learn form, not "
+    return Problem("rewards", f"{text}the task{unless}", _advise(0.0), level="warning")
 
 
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
@@ -366,10 +359,8 @@ def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) 
 def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: Probe, measures: Measures) -> str:
     """The fault of the published recipe, with a length that this model's thinking fits into."""
     limit, batch = run.rloo.max_completion_length, probe.batch
-    earned, cut = (
-        batch.judged.raw_scores.nanmedian().item(),
-        sum(not completion.ended for completion in batch.judged.completions),
-    )
+    earned = batch.judged.raw_scores.nanmedian().item()
+    cut = sum(not completion.ended for completion in batch.judged.completions)
     nearly = "nearly " if measures.signal else ""
     found = (
         f"rloo.max_completion_length={limit} with a reward of {earned:.1f} for a missing </think> gives {nearly}every "
@@ -387,8 +378,7 @@ def _explain_short(run: RunConfig, policy: Policy, trainer: RLOOTrainer, probe: 
 
 
 def measure_long(run: RunConfig, policy: Policy, trainer: RLOOTrainer, batch: RolloutBatch) -> tuple[list[int], int]:
-    """(lengths of completions that end by themselves, one per prompt; the limit they were sampled with: the model's
-    own, up to `LONG_TOKENS`). No lengths if fewer than half end."""
+    """(lengths of completions that end by themselves, one per prompt, none if fewer than half do; their limit)."""
     sampler, firsts = trainer.rloo.sampler, batch.judged.completions[:: batch.group_size]
     prompt = max(map(len, batch.prompts))
     positions = _positions(policy)
@@ -419,8 +409,7 @@ def _longer(run: RunConfig, tokens: int) -> str:
 
 
 def try_tools(toolbox: Toolbox, row: dict[str, Any], measures: Measures) -> Iterator[Problem]:
-    """Call each tool once with made-up arguments in an episode of `row`; what it came to goes into `measures`. The
-    problems are warnings, because the arguments may be senseless."""
+    """Call each tool once with made-up arguments in an episode of `row`; `measures` gets what it came to."""
     for schema in toolbox.schemas:
         name, arguments = schema["function"]["name"], make_value(schema["function"]["parameters"])
         toolbox.reset([0], [row])  # whatever the last call did to its process
@@ -475,8 +464,7 @@ def _find_call_faults(run: RunConfig, episodes: list[Episode], may_call: bool) -
 
 
 def compare_logps(trainer: RLOOTrainer, probe: Probe, measures: Measures) -> bool:
-    """Measure the gap between sampler and trainer and the KL from the reference. Returns whether the reference is the
-    policy at the start, so that the KL has to be 0."""
+    """Measure the gap to the sampler and the KL; returns whether the reference is the policy at the start."""
     step, batch = trainer.rloo, probe.batch
     scorer, model = step.scorer, trainer.model
     has_kl = scorer.beta != 0.0
@@ -508,14 +496,14 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
     if isinstance(sampler, GenerateEngine) and (fault := sampler.check_padding()):
         text = f"{fault}: exact, and slower if prompts vary in length (a larger rloo.num_generations fills the batches)"
         yield Problem("log-probs", text, level="warning")
-    model, gap, settings = trainer.accelerator.unwrap_model(trainer.model), measures.logp_gap, trainer.rloo.settings
+    model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.rloo.settings
+    gap, kl = measures.logp_gap, measures.kl
     dtype = torch.float32  # the coarsest number format that the policy computes in; 4 bit counts as bfloat16
     if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
         dtype = torch.bfloat16
     elif trainer.args.fp16 or model.dtype == torch.float16:
         dtype = torch.float16
-    limit = TOLERANCES[dtype]
-    name = str(dtype).removeprefix("torch.")
+    limit, name = TOLERANCES[dtype], str(dtype).removeprefix("torch.")
     if gap is not None and not gap <= limit and not settings.filters.active:
         engine = sampler.name
         other = "model.dtype=float32" if engine == "generate" else "rollout.engine=generate"
@@ -527,7 +515,6 @@ def find_logp_faults(trainer: RLOOTrainer, measures: Measures, starts_there: boo
         found = f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
         level = "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning"
         yield Problem("log-probs", f"{found}{limit:g} for {name}: two policies", fix, level=level)
-    kl = measures.kl
     if starts_there and kl is not None and not abs(kl) <= limit:
         found = f"the KL of policy and reference is {kl:.2g} nats per token before the first step, above {limit:g} for "
         fix = "set model.dtype=float32, or rloo.beta=0.0"

@@ -40,10 +40,7 @@ SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory er
 
 
 class FirstSteps(TrainerCallback):
-    """Records gradient, weight change and time of the first optimizer steps.
-
-    Args:
-        weights: the trained weights by name, before these steps. tell: gets a line after each step.
+    """Records gradient, weight change and time of the first optimizer steps. `weights`: by name, before these steps.
 
     Attributes:
         grad_norm: of the first step, before clipping; None until there is one. moved: share of the weights with a
@@ -83,8 +80,7 @@ class FirstSteps(TrainerCallback):
             self.grad_norm = float(logs["grad_norm"])
 
     def _look(self, now: dict[str, Any]) -> None:
-        """The share of weights with a gradient that changed, and the rate that would change half of them: half the
-        spacing of the number format, since Adam's first step changes each weight by the learning rate."""
+        """The share of weights with a gradient that changed, and the learning rate that would change half of them."""
         moved, count, sizes = 0, 0, []
         for name, has_gradient in self._has_gradient.items():
             before = self._before[name]
@@ -93,7 +89,7 @@ class FirstSteps(TrainerCallback):
             sizes.append(before[has_gradient].abs()[:SAMPLED].float())
             self.dtype = before.dtype
         self.moved = moved / count if count else 0.0
-        if count and self.dtype is not None:
+        if count and self.dtype is not None:  # half the spacing: Adam's first step changes each by the learning rate
             self.needed = torch.cat(sizes).median().item() * torch.finfo(self.dtype).eps / 2
 
 
@@ -107,12 +103,8 @@ def try_steps(
 ) -> float | None:
     """Take the run's optimizer steps at full length. Fills `measures` and appends to `faults`.
 
-    Returns:
-        Seconds of a trained token, from the last step; None if memory ran out, or would on a CPU.
-
-    Raises:
-        ConfigError: the model's memory cannot be planned.
-    """
+    Returns seconds of a trained token; None if memory ran out, or would on a CPU. Raises ConfigError if memory cannot
+    be planned."""
     plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
     measures.usable_gib = plan.machine.usable_gib
     machine = f"{plan.machine.usable_gib:.2f} GiB on {plan.machine.name}"
@@ -121,7 +113,7 @@ def try_steps(
         faults.append(Problem("memory", text, _changes(run, plan, policy)))
         return None
     load = load_of(run, policy)
-    completions = rows_of_a_pass(load)[1]
+    _, completions = rows_of_a_pass(load)
     tell(f"steps at full length: {completions} completions of {load.row_tokens} tokens with their prompts")
     looked = FirstSteps(weights, tell)
     try:
@@ -188,18 +180,10 @@ def take_steps(
     callbacks: Sequence[TrainerCallback] = (),
     steps: int = STEPS,
 ) -> None:
-    """Take optimizer steps on made-up completions of full length, in passes as large as the run's largest. Changes the
-    policy's weights.
+    """Take optimizer steps on made-up completions of full length, in passes as large as the run's largest.
 
-    Warm-up, masks and the sampler correction are off: with them made-up completions would get no gradient.
-
-    Args:
-        before: called with the run's engine in the place of each rollout. callbacks: for the trainer.
-        steps: number of steps; the optimizer's state exists from the second on.
-
-    Raises:
-        RuntimeError: torch's out-of-memory error.
-    """
+    Warm-up, masks and the sampler correction are off: with them made-up completions would get no gradient. `before` is
+    called with the run's engine in the place of each rollout. The optimizer's state exists from the second step on."""
     load = load_of(run, policy)
     generations, completions = rows_of_a_pass(load)
     engine = "auto" if load.engine in FOREIGN else run.rollout.engine
@@ -227,8 +211,7 @@ def load_of(run: RunConfig, policy: Policy) -> Workload:
 
 
 def rows_of_a_pass(load: Workload) -> tuple[int, int]:
-    """(K, completions) of the smallest batch with a pass as large as the run's largest; two passes if all weights are
-    trained."""
+    """(K, completions) of the smallest batch with a pass as large as the run's largest."""
     needed = -(-load.pass_tokens // load.row_tokens)
     generations = load.num_generations if load.whole_groups else min(load.num_generations, max(2, needed))
     groups = -(-min(needed, load.completions) // generations)
@@ -266,8 +249,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     changed: Mapping[str, Any] | None = None,
 ) -> Iterator[RLOOTrainer]:
-    """A trainer as in `train`, in a temporary folder; the adapter "ref" and the gradients are deleted at the end.
-    `changed` overrides the run's `RLOOConfig` arguments."""
+    """A trainer as in `train`, in a temporary folder, with `changed` arguments; its traces are deleted at the end."""
     was_training = policy.model.training
     with tempfile.TemporaryDirectory(prefix="rloo-kit-preflight-") as folder:
         Path(folder).chmod(0o755)  # a server that loads the adapter from here may run as another user

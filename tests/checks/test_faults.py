@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -46,32 +45,23 @@ def test_each_fault_is_found_with_its_key_and_its_fix(place: Path, fault: Faulty
     assert about[0].level == "error" or not any(one.level == "error" for one in found)
 
 
-def test_a_sound_run_has_none(place: Path) -> None:
-    """Working configurations have no faults: a check with false alarms gets switched off."""
-    assert faults_of(place, SOUND) == []
+@pytest.mark.parametrize(("keys", "text"), [((), ""), (TOOL, ADD), (IN_WORLD, WORLD)], ids=["plain", "tool", "world"])
+def test_a_sound_run_has_none(place: Path, keys: tuple[str, ...], text: str) -> None:
+    """A check with false alarms gets switched off. Rewards get what they will get of an episode; that they earn the
+    same in an environment is no fault."""
+    assert faults_of(place, Faulty("sound", keys, (), tools(text))) == []
 
 
-@pytest.mark.parametrize(("keys", "text"), [(TOOL, ADD), (IN_WORLD, WORLD)])
-def test_a_sound_run_with_tools_has_none(place: Path, keys: tuple[str, ...], text: str) -> None:
-    """Rewards get what they will get of an episode; that they earn the same in an environment is no fault."""
-    assert faults_of(place, Faulty("tools", keys, (), tools(text))) == []
-
-
-def test_a_reward_model_is_looked_at_without_the_policys_tokenizer(place: Path) -> None:
-    """A policy from the hub has no tokenizer yet at the first start, and is downloaded before the rewards are built."""
-    two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
-    run = load_config(prepare(place, two), *two.overrides)
-    (found,) = find_reward_faults(run, None, True, None)
-    assert found.key == "rewards.0.params.model" and "2 outputs" in str(found)
-
-
-def test_a_reward_model_that_was_made_in_python_is_looked_at_too(place: Path) -> None:
-    """`kit.train(run, policy, data, [RewardModel(...)])`: the run's configuration does not name it."""
+def test_a_reward_model_is_looked_at_however_it_is_named(place: Path) -> None:
+    """A policy from the hub has no tokenizer yet at the first start, and is downloaded before the rewards are built; of
+    `kit.train(run, policy, data, [RewardModel(...)])` the run's configuration does not name the model."""
     from rloo_kit.rewarding.guard import NamedReward
     from rloo_kit.rewarding.scoring_model import RewardModel
 
     two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
-    run = load_config(prepare(place, two))
+    (found,) = find_reward_faults(load_config(prepare(place, two), *two.overrides), None, True, None)
+    assert found.key == "rewards.0.params.model" and "2 outputs" in str(found)
+    run = load_config(place / "run.yaml")
     for made in (RewardModel("rm"), NamedReward(RewardModel("./rm"), "quality", 1.0)):
         faults = find_reward_faults(run, find_tokenizer(run), True, {"prompt": "1+1=", "answer": "2"}, [made])
         assert ["2 outputs" in str(one) for one in faults] == [True]
@@ -133,6 +123,9 @@ def test_tests_that_are_read_are_no_fault(place: Path) -> None:
     assert code_faults(place, lambda n: "f(1)" if n % 2 else "assert f(1)", **names) == []
     named = code_faults(place, lambda n: "f(1)", "rewards.0.params={tests_column: unit}", unit=lambda n: "assert f(1)")
     assert named == []
+    code_faults(place, lambda n: f"assert f({n}) == 1")
+    found = find_faults(load_config(place / "run.yaml", "data.source=code.jsonl", "rewards=[{name: code_reward}]"))
+    assert not [one for one in found if "teaches nothing" in str(one)], "no made-up answer has to be right code"
 
 
 def test_all_faults_are_reported_at_once(place: Path) -> None:
@@ -195,7 +188,6 @@ def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:
     assert find_faults(run, folder=FolderUse(resume=True)) == []
     assert find_faults(run, folder=FolderUse(overwrite=True)) == []
     assert find_faults(run) == [], "who only looks does not ask whether the folder is free"
-    os.chmod(folder, 0o755)
 
 
 def test_one_process_looks_without_waiting_for_the_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +217,3 @@ def test_a_pattern_that_wants_the_tag_of_the_prompt(place: Path, opening: str, i
     body = f"    import re\n    return [float(bool(re.fullmatch(r'{pattern}', text, re.S))) for text in completions]\n"
     found = faults_of(place, Faulty("a published pattern", OWN, (), reward(body)))
     assert [(one.level, "the chat template opens it" in str(one)) for one in found] == [("warning", True)] * is_named
-
-
-def test_no_made_up_answer_has_to_be_right_code(place: Path) -> None:
-    """Sound rows of a data set of code had the warning that the reward teaches nothing."""
-    code_faults(place, lambda n: f"assert f({n}) == 1", "rewards=[{name: code_reward}]")
-    found = find_faults(load_config(place / "run.yaml", "data.source=code.jsonl", "rewards=[{name: code_reward}]"))
-    assert not [one for one in found if "teaches nothing" in str(one)]

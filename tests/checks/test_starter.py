@@ -81,11 +81,8 @@ def test_sums_of_ones_own_get_the_embedded_model_and_a_reward_whose_test_passes(
     commands = ["pytest test_sums_rewards.py", "rloo-kit preflight sums.yaml", "rloo-kit train sums.yaml"]
     assert list_next(printed) == commands
     run = load_config("sums.yaml")
-    assert (run.model.name, run.data.source, run.rewards[0].name) == (
-        "embedded/thinking",
-        "sums.csv",
-        "sums_rewards:score",
-    )
+    found = run.model.name, run.data.source, run.rewards[0].name
+    assert found == ("embedded/thinking", "sums.csv", "sums_rewards:score")
     assert [reward.weight for reward in run.rewards] == [1.0, 0.0] and plan_vram(run).fits
     assert run.rewards[0].params == {}, "the id of </think> is bound from the tokenizer"
     assert run.rloo.prompts_per_generation * run.rloo.num_generations == run.rloo.generation_batch_size == 128
@@ -182,11 +179,7 @@ def test_what_is_missing_is_asked_with_a_proposal(monkeypatch: pytest.MonkeyPatc
     code, printed, said = call(typed="none.csv\nadditions of mine.csv\nsun\nsum\nsum\nvalue\n\n")
     assert code == 0, said
     assert re.search(r"--prompt-column sum  \(for example '\d+\+\d+='\).*\n  --answer-column value  \(f", printed, re.S)
-    for again in (
-        "no file none.csv",
-        "--prompt-column sun: there is no",
-        "two different columns",
-    ):
+    for again in ("no file none.csv", "--prompt-column sun: there is no", "two different columns"):
         assert again in printed
     assert "[embedded/thinking]" in printed
     run = load_config("additions_of_mine.yaml")
@@ -217,30 +210,23 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a column": (["--data", "sums.csv", "--prompt-column", "promt"], "--prompt-column promt.*did you mean prompt"),
     "one column twice": (
         ["--data", "sums.csv", "--prompt-column", "prompt", "--answer-column", "prompt", "--yes"],
-        "are both prompt; name two different columns",
-    ),
+        "are both prompt; name two different columns"),
     "no addition": (
         ["--data", "school.csv", "--yes", "--model", "embedded/thinking"],
-        r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct",
-    ),
+        r"characters 0123456789\+= alone, and .*school.csv, line 2: 'How many.*--model smollm2/instruct"),
     "a header": (["--data", "header.csv", "--yes"], "header.csv has no rows"),
     "few rows": (["--data", "few.csv", "--yes"], "few.csv has 4 rows; .*at least 5"),
     "no answers": (
         ["--data", "blank.csv", "--yes", "--answer-column", "answer"],
-        "--answer-column answer: .*blank.csv has no answer",
-    ),
+        "--answer-column answer: .*blank.csv has no answer"),
     "a row without the marker": (["--data", "marked.csv", "--yes"], "marked.csv, line 4: the answer has no '####'"),
     "another ending": (["--data", "sums.csv", "--yes", "--output", "run.json"], "--output run.json.yaml"),
     "there already": (
-        ["--data", "sums.csv", "--yes", "--output", "mine.yaml"],
-        "mine_rewards.py: there already; --overwr",
-    ),
+        ["--data", "sums.csv", "--yes", "--output", "mine.yaml"], "mine_rewards.py: there already; --overwrite"),
     "too large": (
-        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"],
-        f"--model {THINKING} fits",
-    ),
+        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], f"--model {THINKING} fits"),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
-}
+}  # fmt: skip
 
 
 # Files as people have them: the first line, row n of 24, and the prompts' and answers' columns or what the refusal
@@ -259,14 +245,12 @@ FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
     "three texts": ("question,context,answer", f"{SUM},Page {{a}} of {{b}} has it,{{c}}", ("question", "answer")),
     "one instruction": ("instruction,input,output", f"Add.,{SUM},{{c}}", "-column instruction .*'Add.'.*column input"),
     "a worked solution": (
-        "problem,solution,answer",
-        f"{WORDS},{{a}} and {{b}} give {{c}},{{c}}",
-        r"--answer-column solution  \(for example '\d+ and .*\n  --answer-column answer  \(for example '\d+'\)",
-    ),
+        "problem,solution,answer", f"{WORDS},{{a}} and {{b}} give {{c}},{{c}}",
+        r"--answer-column solution  \(for example '\d+ and .*\n  --answer-column answer  \(for example '\d+'\)"),
     "a title and a text": ("Title,Body,Answer", f"Sums of {{a}},{WORDS},{{c}}", "--prompt-column Title .*'Sums.*Body"),
     "no header": (SUM.format(a=1, b=2) + ",3", f"{SUM},{{c}}", r"first line seems to be a row, and '1\+2=' no name"),
     "choices": ("question,A,B,answer", f"{WORDS},{{c}},{{n}},{{letter}}", "the answer chooses from A, B, which the"),
-}
+}  # fmt: skip
 FIFTEEN = tuple(FILES)
 FILES |= {
     "no header, words": ("Where is Rome?,Italy", "Where is town {n}?,land {n}", "'Where is Rome.' no name"),
@@ -274,10 +258,7 @@ FILES |= {
     "a title above": ("My sums,\nquestion,answer", f"{SUM},{{c}}", "--prompt-column 'My sums' .*'question'"),
     "unknown words": ("Otázka,Odpověď", f"{WORDS},so {{c}}", "--prompt-column 'Otázka' .*--prompt-column 'Odpověď'"),
     "unknown answers": (
-        "question,chosen,rejected",
-        f"{WORDS},so {{c}},or {{a}} {{b}}",
-        "--answer-column chosen .*rejected",
-    ),
+        "question,chosen,rejected", f"{WORDS},so {{c}},or {{a}} {{b}}", "--answer-column chosen .*rejected"),
     "shuffled": ("place,sum,answer", f"{{shuffled}},{SUM},{{c}}", ("sum", "answer")),
     "uuids": ("key,sum,answer", f"{{uuid}},{SUM},{{c}}", ("sum", "answer")),
     "numbers with a point": ("n,sum,answer", f"{{n}}.0,{SUM},{{c}}", ("sum", "answer")),
@@ -302,15 +283,9 @@ FILES |= {
     "a question and a score": ("question,score", f"{SUM},0.{{a}}", "--answer-column score .*'0"),
     "a verdict": ("question,result,expected", f"{SUM},{{level}},{{c}}", "--answer-column result .*column expected"),
     "a weak word": (
-        "text,note,label",
-        f"{WORDS},see {{a}} of {{b}},{{level}}",
-        "--answer-column label .*--answer-column note",
-    ),
+        "text,note,label", f"{WORDS},see {{a}} of {{b}},{{level}}", "--answer-column label .*--answer-column note"),
     "half named": (
-        "instruction,input,output",
-        f"{WORDS},{SUM},{{c}}",
-        r"-column input [^\n]*\n  --answer-column output",
-    ),
+        "instruction,input,output", f"{WORDS},{SUM},{{c}}", r"-column input [^\n]*\n  --answer-column output"),
     "a weak word alone": ("text,label", f"{SUM},{{c}}", ("text", "label")),
     "ultrachat": ("prompt,prompt_id,messages", f"{WORDS},{{uuid}},{WORDS} {{c}}", "column prompt .*column messages"),
     "prompt and text": ("Question,text_answer,note", "{one}+1=,{c},It is {c}", ("Question", "text_answer")),
@@ -318,23 +293,17 @@ FILES |= {
     "both words": ("text,question_answer", f"{SUM},{{c}}", "--answer-column text "),
     "titles with numbers": ("Problem,text,answer", f"Problem {{n}},{WORDS},{{c}}", r"each:\n  --prompt-column text .*"),
     "a weak word that counts": (
-        "text,note,label",
-        f"{WORDS},see {{a}} of {{b}},{{n}}",
-        "--answer-column label .*--answer-column note",
-    ),
+        "text,note,label", f"{WORDS},see {{a}} of {{b}},{{n}}", "--answer-column label .*--answer-column note"),
     "numbers in brackets": ("n,sum,answer", f"({{n}}),{SUM},{{c}}", ("sum", "answer")),
     "numbers with a letter": ("n,sum,answer", f"No. {{n}}a:,{SUM},{{c}}", ("sum", "answer")),
     "lettered columns": ("question,option_a,option_b,answer", f"{SUM},{{a}},{{b}},{{c}}", "option_a, option_b, which"),
     "numbered columns": ("Frage,wahl1,wahl2,Lösung", f"{SUM},{{a}},{{b}},{{c}}", "chooses from wahl1, wahl2, which"),
     "wrong answers": (
-        "question,answer,wrong_answer1,wrong_answer2",
-        f"{SUM},{{c}},{{a}},{{b}}",
-        "chooses from wrong_an",
-    ),
+        "question,answer,wrong_answer1,wrong_answer2", f"{SUM},{{c}},{{a}},{{b}}", "chooses from wrong_answer1"),
     "a decimal comma": ("question;answer", f"{SUM};{{a}},{{b}} km", "line 2: .* km has a decimal comma"),
     "a comma and a currency": ("question;answer", f"{SUM};€ 1.{{a}}0,{{b}}", "line 2: € .* has a decimal comma"),
     "latin-1": ("Frage,L\udcf6sung", f"{SUM},{{c}}", "line 1: not UTF-8 text"),
-}
+}  # fmt: skip
 
 
 def write_file(name: str) -> str:
@@ -419,9 +388,7 @@ def test_names_and_places(folder: Path) -> None:
     assert name_output(None, "x/my data-2.csv") == Path("my_data_2.yaml")
     assert name_output(folder, "2024.csv") == folder / "data_2024.yaml"
     code, printed, _ = call("--data", sums(), "--yes", "--output", "new/class.yaml")
-    assert code == 0 and list_next(printed) == [
-        "pytest new/test_class_rewards.py",
-        "rloo-kit preflight new/class.yaml",
-        "rloo-kit train new/class.yaml",
-    ]
+    commands = ["pytest new/test_class_rewards.py"]
+    commands += [f"rloo-kit {step} new/class.yaml" for step in ("preflight", "train")]
+    assert code == 0 and list_next(printed) == commands
     assert run_test("new/test_class_rewards.py") == 5

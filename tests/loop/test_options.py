@@ -28,8 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a filter": ({"top_k": 50}, "^top_k is 50.*Set top_k=0; .*lower temperature, .*set accept_truncated_sampling=true"),
     "accepted, but hidden": (
         {"generation_kwargs": {"top_p": 0.9}, "accept_truncated_sampling": True},
-        "has top_p=0.9.*or set top_p=0.9 with accept_truncated_sampling=True",
-    ),
+        "has top_p=0.9.*or set top_p=0.9 with accept_truncated_sampling=True"),
     "no dict": ({"generation_kwargs": "x"}, "generation_kwargs is 'x'; it is a dict"),
     "hidden in JSON": ({"generation_kwargs": '{"no_repeat_ngram_size": 3}'}, "has no_repeat_ngram_size=3"),
     "two temperatures": ({"generation_kwargs": {"temperature": 0.6}}, "Set temperature=0.6 instead"),
@@ -45,15 +44,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a batch": ({"generation_batch_size": 12}, r"generation_batch_size is 12; set it to a multiple of 8 .* and of 2"),
     "an evaluation": (
         {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
-        r"batches of 3 completions \(per_device_eval_batch_size\) x 1 process = 3, which .* whole groups of 2",
-    ),
+        r"batches of 3 completions \(per_device_eval_batch_size\) x 1 process = 3, which .* whole groups of 2"),
     # At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
     # distribution all completions of a group are equal.
     "no temperature": ({"temperature": 0.0}, "^temperature:? is 0.0"),
     "the likeliest": ({"top_k": 1, "accept_truncated_sampling": True}, "^top_k:? is 1"),
     "nothing else": ({"min_p": 1.0, "accept_truncated_sampling": True}, "^min_p:? is 1.0"),
     "a mistyped name": ({"num_generation": 4}, "'num_generation'.*num_generations"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
@@ -146,14 +144,11 @@ def test_a_reward_may_ask_for_what_a_budget_tells(budget, make_trainer):
     def asks(completion_ids, thinking_forced, **columns):
         return [0.0] * len(completion_ids)
 
-    def build():
-        return make_trainer(asks, **budget)
-
     if budget:
-        assert build().reward_funcs[0].reward is asks
+        assert make_trainer(asks, **budget).reward_funcs[0].reward is asks
     else:
         with pytest.raises(RlooKitError, match="thinking_forced"):
-            build()
+            make_trainer(asks)
 
 
 def test_values_are_read_as_a_files_are(tmp_path):

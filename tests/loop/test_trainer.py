@@ -12,17 +12,6 @@ from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
 
 THINK_END, EOS = 260, 258
-TRL_METRICS = {
-    "reward", "reward_std", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
-    "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
-    "clip_ratio/region_mean", "frac_reward_zero_std", "rewards/by_length/mean", "rewards/by_length/std",
-}  # fmt: skip
-OLD_METRICS = {
-    "eps", "episode", "lr", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward",
-    "objective/entropy", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg",
-    "val/ratio", "val/ratio_var", "val/num_eos_tokens",
-}  # fmt: skip
-THINKING_METRICS = {"thinking/mean_length", "thinking/closed_ratio"}
 
 
 def by_length(completion_ids, **_):
@@ -38,23 +27,6 @@ def make_trainer(make_trainer):
         return make_trainer(rewards, completions, model, lora, **defaults | {"max_steps": 2} | options)
 
     return build
-
-
-def test_training_logs_every_metric_and_moves_only_the_adapter(make_trainer):
-    """A run that logs but does not train, or trains the base weights of a LoRA model, looks like any other run."""
-    trainer = make_trainer()
-    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert (TRL_METRICS | OLD_METRICS | THINKING_METRICS) - logs.keys() == set()
-    assert all(math.isfinite(value) for value in logs.values() if isinstance(value, float))
-    assert logs["eps"] > 0
-    assert logs["objective/rlhf_reward"] == pytest.approx(
-        logs["objective/scores"] + logs["objective/non_score_reward"], abs=1e-6
-    )
-    moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(before[name], value)}
-    assert moved
-    assert all("lora_" in name for name in moved)
 
 
 def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
@@ -78,7 +50,7 @@ def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
         assert row["policy/entropy_avg"] == row["entropy"] == pytest.approx(found.entropies.mean().item(), rel=1e-5)
         assert row["policy/clipfrac_avg"] == row["clip_ratio/region_mean"]
         assert row["lr"] == row["learning_rate"] and row["episode"] == 4.0
-    assert second["policy/approxkl_avg"] > 1e-6
+    assert second["policy/approxkl_avg"] > 1e-6 and second["val/ratio_var"] > 0
     assert [row["loss/policy_avg"] for row in (first, second)] == pytest.approx([one.loss.item() / 4 for one in parts])
     assert not any("val/clipfrac_avg" in row for row in trainer.state.log_history), "there is no value function"
 
@@ -99,15 +71,15 @@ def test_rollout_rows_tell_what_happened(make_trainer):
     answers = [row["completion"][row["answer_start"] :] if row["closed"] else None for row in rows[:3]]
     assert answers[1:] == [None, ""] and rows[0]["completion"].endswith(f"</think>{answers[0]}") and answers[0]
     assert rows[1]["answer_start"] is None and not any("forced_chars" in row for row in rows)
-    rewards = [row["reward"] for row in rows[:4]]
-    assert rows[0]["advantage"] == pytest.approx(
-        rewards[0] - sum(rewards[1:]) / 3, abs=1e-5
-    )  # a fresh adapter: KL is 0
+    first, *others = [row["reward"] for row in rows[:4]]
+    assert rows[0]["advantage"] == pytest.approx(first - sum(others) / 3, abs=1e-5)  # a fresh adapter: KL is 0
     assert rows[0]["prompt"].startswith("<|im_start|>user")
     logs = trainer.state.log_history[0]
     assert logs["thinking/closed_ratio"] == pytest.approx(0.5)
     assert logs["thinking/mean_length"] == pytest.approx((1 + 6 + 0 + 2) / 4)
     assert logs["val/num_eos_tokens"] == 6
+    charged = logs["objective/scores"] + logs["objective/non_score_reward"]
+    assert logs["objective/rlhf_reward"] == pytest.approx(charged, abs=1e-6)
 
 
 @pytest.mark.parametrize("form", ["sum", "length_normalized", "per_token"])

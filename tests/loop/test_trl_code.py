@@ -415,9 +415,7 @@ def test_a_resumed_run_has_the_reference_that_it_started_from(trl_train, make_ti
         if not seed:
             arguments = {"model": make_tiny_model(), "peft_config": lora(init_lora_weights=False)}
         run = trl_train(arguments=arguments, **options, **more)
-        found.append(
-            {name: value for name, value in dict(run.trainer.model.named_parameters()).items() if ".ref" in name}
-        )
+        found.append({name: value for name, value in run.trainer.model.named_parameters() if ".ref" in name})
     assert found[0] and all(value.equal(found[1][name]) for name, value in found[0].items())
 
 
@@ -541,10 +539,8 @@ KINDS = {
 def test_kinds_that_cannot_be_scored(kind, trl_train, make_tiny_model):
     """They act through PEFT's own forward: a traceback, or tokens sampled from the model without them."""
     config = copy.deepcopy(KINDS[kind])
-    for model, new in (
-        (make_tiny_model(), config),
-        (peft.get_peft_model(make_tiny_model(), copy.deepcopy(config)), None),
-    ):
+    wrapped_already = peft.get_peft_model(make_tiny_model(), copy.deepcopy(config))
+    for model, new in ((make_tiny_model(), config), (wrapped_already, None)):
         with pytest.raises(ConfigError, match="use a plain LoraConfig"):
             trl_train(arguments={"model": model, "peft_config": new})
 

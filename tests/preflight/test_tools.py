@@ -51,11 +51,8 @@ def test_each_tool_is_called_once_in_its_process(tmp_path):
     assert "took longer than 1 s" in tools["wait"] and "returned <object" in tools["an_object"]
     assert tools["take"].startswith(f"take(a=1) = {int(data.train[0]['answer']) - 1} ("), "after a reset with a row"
     texts = [fault.text for fault in found.warnings if fault.name == "tools"]
-    assert [text.partition("(")[0] for text in texts[:3]] == [
-        "rloo.tools: look_up",
-        "rloo.tools: wait",
-        "rloo.tools: an_object",
-    ]
+    failing = [f"rloo.tools: {name}" for name in ("look_up", "wait", "an_object")]
+    assert [text.partition("(")[0] for text in texts[:3]] == failing
     assert "made up" in texts[0] and "rloo.tool_timeout_s" in texts[1] and "what JSON can hold" in texts[2]
     assert "none of" in texts[3] and "rloo-kit sft" in texts[3]
     assert "tool add" in str(found) and found.to_dict()["measures"]["episodes"]["call_frequency"] == 0
@@ -96,10 +93,8 @@ def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
     texts = [fault.text for fault in faults if fault.name == "tools"]
     assert len(texts) == 1 and "25% of 32 calls of tools failed" in texts[0] and "KeyError: 'two'" in texts[0]
     shown = dict(measures.lines())
-    assert (
-        shown["an episode"] == "\n".join(thought)
-        and "2 turns and 1 calls each; 25% of them failed" in shown["episodes"]
-    )
+    assert shown["an episode"] == "\n".join(thought)
+    assert "2 turns and 1 calls each; 25% of them failed" in shown["episodes"]
 
 
 def test_an_edited_tool_is_noticed_by_a_resumed_run(tmp_path):
