@@ -1,7 +1,5 @@
-"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms.
-
-Function tests of APPS, PRIME and LiveCodeBench, pytest functions and unittest classes all become statements of Python
-with assertions, which `jailed` runs one by one.
+"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms, which
+become statements of Python with assertions, or pairs of input and output.
 """
 
 import ast
@@ -89,7 +87,7 @@ def find_code(answer: str) -> str:
     ('f = len\n', 'x = 1')
     """
     answer = re.sub(r"\r\n?", "\n", answer)
-    fences = [fence.start() for fence in re.finditer("```|~~~", answer)]
+    fences = [fence.start() for fence in _FENCED.finditer(answer)]
     answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
     blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
@@ -161,6 +159,15 @@ def _choose(programs: Iterable[Program]) -> tuple[int, str]:
             best = rank, code
         earlier |= defined
     return best
+
+
+def refuse_hidden_import(code: str) -> None:
+    """Raise UncrossedError for code that imports a package that only the jail is without."""
+    with suppress(SyntaxError, ValueError):
+        for name in _roots(ast.walk(ast.parse(code))) - sys.stdlib_module_names - INSTALLED - {"", "rloo_kit"}:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and "site-packages" in str(spec.origin):
+                raise UncrossedError(f"the code imports {name}, which is installed here, and not in the jail")
 
 
 def _roots(nodes: Iterable[ast.AST]) -> set[str]:
@@ -342,19 +349,7 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
-    tree, names, modules, asserts, runs = _analyse("\n".join(texts), entry)
-    nodes = list(ast.walk(tree))
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
-    statements = [f"import {name}" for name in sorted(modules)]
-    statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    return {"statements": statements + runs, "asserts": asserts, "names": sorted(names), "classes": classes}
-
-
-def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], int, list[str]]:
-    """Tests with marks, the names that the code has to define, the modules that no import names, the number of
-    assertions, and statements that start the tests. Raises TestsError."""
-    marks = Marks()
+    source, marks = "\n".join(texts), Marks()
     try:
         _, tree, used, bound = _compile(source)
         compile(tree, "tests", "exec")  # never an answer's code, which can be made to need any memory
@@ -376,7 +371,12 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
         runs.append(f"check({entry})")
-    return tree, names, modules, marks.count, runs
+    nodes = list(ast.walk(tree))  # some are without their decorators now
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
+    statements = [f"import {name}" for name in sorted(modules)]
+    statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
+    return {"statements": statements + runs, "asserts": marks.count, "names": sorted(names), "classes": classes}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -495,7 +495,7 @@ def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[
         try:
             texts, is_unread = read_tests(tests, row), False
             if texts and isinstance(texts[0], str):
-                _analyse("\n".join(map(str, texts)), str(row.get("entry_point") or ""))
+                compile_tests(tuple(map(str, texts)), str(row.get("entry_point") or ""))
         except TestsError as error:
             faults.setdefault((is_unread, str(error)), []).append(number)
     return faults

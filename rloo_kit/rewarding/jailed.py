@@ -1,8 +1,4 @@
-"""What runs inside the jail of `code_reward`, in an interpreter without packages: the standard library only.
-
-Asserts and the code that they test are two processes (`crossing`, `mirrors`). A program that reads standard input is
-forked for each test.
-"""
+"""What runs inside the jail of `code_reward`, and what locks it. Standard library only."""
 
 from __future__ import annotations
 

@@ -308,9 +308,7 @@ class TestsEnd(Link):
         space |= {"__module__": module, "__qualname__": title}
         parents = tuple(map(self.decode, bases)) or (object,)
         base: Any = next(filter(None, map(base_of, parents)), object)
-        if (
-            name_of_type(base) == "collections.Counter" and "__eq__" not in members
-        ):  # its own asks the child for each count
+        if name_of_type(base) == "collections.Counter" and "__eq__" not in members:  # its own asks for each count
             space["__eq__"] = lambda self, other: base(dict(dict.items(self))) == other
         kind = type.__new__(Mirror, title.rpartition(".")[2], parents, space)
         self.add(kind, number)
