@@ -36,7 +36,6 @@ from rloo_kit.rewarding import jailed
 jailed.main()"""
 HERE = Path(__file__).parent
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
-SLOWEST = 5  # times a limit of CPU time that is waited for: what other processes may take
 _SAID: set[str] = set()  # reasons, each of which is said once
 
 
@@ -62,9 +61,9 @@ class Jail:
                 raise RewardError(shorten(lines[-1] if lines else "it ended without a word", 300))
             yield process
 
-    def run(self, role: str, given: bytes, patience: float = SLOWEST, **settings: Any) -> bytes:
-        """What a role writes, 16 MiB at most, or has until it takes much longer than `answer_s`, in CPU time. Raises
-        RewardError if that is the machine's fault."""
+    def run(self, role: str, given: bytes, patience: float = 5, **settings: Any) -> bytes:
+        """What a role writes, 16 MiB at most, within `patience` times `answer_s` of CPU time, as other processes may
+        take their share. Raises RewardError if the machine is too busy."""
         with open(os.memfd_create(role), "rb") as output:
             with self.start(role, subprocess.PIPE, output, **settings) as process:
                 try:

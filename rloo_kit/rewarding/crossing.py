@@ -26,11 +26,9 @@ MADE_OF: dict[str, Callable[[Any], Any]] = {  # values that cross as their type'
     "bytes": lambda value: [value.decode("latin-1")],
     "complex": lambda value: [value.real, value.imag],
 }
-REDUCED = (
-    "range slice fractions.Fraction decimal.Decimal datetime.date datetime.time datetime.datetime datetime.timedelta "
-    "datetime.timezone pathlib.PosixPath"
-)
-MADE_OF |= dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+TIMES = [f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta", "timezone")]
+REDUCED = ("range", "slice", "fractions.Fraction", "decimal.Decimal", *TIMES, "pathlib.PosixPath")
+MADE_OF |= dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
 OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_factory"}
 ARRAY = "numpy.ndarray"
 DICTS = ("dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter")
@@ -358,9 +356,6 @@ class CodeEnd(Link):
         if operation == "run":
             exec(compile(given[0], "solution.py", "exec"), vars(self.solution))
             return self.solution
-        if operation == "call":
-            function, args, named = given
-            return function(*args, **dict(named))
         if operation == "special":
             value, name, args = given
             if name == "__getitem__":
@@ -368,5 +363,5 @@ class CodeEnd(Link):
             if not hasattr(type(value), name):
                 raise TypeError(f"{type(value).__name__} has no {name}")
             return getattr(type(value), name)(value, *args)
-        name, args, named = given
-        return resolve(name)(*args, **dict(named))
+        function, args, named = given
+        return (resolve(function) if type(function) is str else function)(*args, **dict(named))

@@ -52,18 +52,18 @@ def write_attribute(self: Any, name: str, value: Any) -> None:
     if name in OF_TESTS:
         object.__setattr__(self, name, value)
     else:
-        PEER[0].use("setattr", self, name, value)
+        PEER[0].call("setattr", self, name, value)
 
 
 SPECIAL = {f"__{name}__": special(f"__{name}__") for name in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
-SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, args, named)
+SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, *args, **named)
 OF_ALL: dict[str, Any] = {
     "__getattribute__": read_attribute,
     "__setattr__": write_attribute,
-    "__delattr__": lambda self, name: PEER[0].use("delattr", self, name),
-    "__dir__": lambda self: PEER[0].use("dir", self),
-    "__copy__": lambda self: PEER[0].use("copy.copy", self),
-    "__deepcopy__": lambda self, seen: PEER[0].use("copy.deepcopy", self),
+    "__delattr__": lambda self, name: PEER[0].call("delattr", self, name),
+    "__dir__": lambda self: PEER[0].call("dir", self),
+    "__copy__": lambda self: PEER[0].call("copy.copy", self),
+    "__deepcopy__": lambda self, seen: PEER[0].call("copy.deepcopy", self),
     "__reduce_ex__": lambda self, version: PEER[0].refuse("they pickle an object of the code's"),
 }
 
@@ -76,7 +76,7 @@ class Mirror(type):
         PEER[0].refuse("they make a subclass of a class of the code's")
 
     def __call__(cls, /, *args: Any, **named: Any) -> Any:
-        made = PEER[0].call(cls, args, named)
+        made = PEER[0].call(cls, *args, **named)
         if cls in PEER[0].tested:
             PEER[0].trusted.add(id(made))
         return made
@@ -89,16 +89,16 @@ class Mirror(type):
         return PEER[0].read(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        PEER[0].use("setattr", cls, name, value)
+        PEER[0].call("setattr", cls, name, value)
 
     def __bool__(cls) -> bool:
         return True
 
     def __instancecheck__(cls, value: Any) -> bool:  # a protocol says more than its bases
-        return type.__instancecheck__(cls, value) or (is_own(value) and PEER[0].use("isinstance", value, cls))
+        return type.__instancecheck__(cls, value) or (is_own(value) and PEER[0].call("isinstance", value, cls))
 
     def __subclasscheck__(cls, kind: Any) -> bool:
-        return type.__subclasscheck__(cls, kind) or (is_own(kind) and PEER[0].use("issubclass", kind, cls))
+        return type.__subclasscheck__(cls, kind) or (is_own(kind) and PEER[0].call("issubclass", kind, cls))
 
     __iter__, __len__, __getitem__ = special("__iter__"), special("__len__"), special("__getitem__")
     __contains__, __repr__ = special("__contains__"), special("__repr__")
@@ -216,17 +216,14 @@ class TestsEnd(Link):
             self.stop()
         return next(function) if operation == "next" else function(*more[0], **dict(more[1]))
 
-    def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        """What a function of the code's, or one of the standard library's by its name, gives where the code is."""
         return self.ask("call", function, args, tuple(named.items()))
-
-    def use(self, name: str, *args: Any, **named: Any) -> Any:
-        """What a function of the standard library gives where the code is."""
-        return self.ask("use", name, args, tuple(named.items()))
 
     def read(self, value: Any, name: str) -> Any:
         if name.startswith("__array"):  # by which numpy would hand it the other value
             raise AttributeError(name)
-        result = self.use("getattr", value, name)
+        result = self.call("getattr", value, name)
         is_of_object = value is not self.solution and type(value) is not Mirror and id(value) not in self.trusted
         if is_of_object and name in COMPARING.split() and is_mirrored(result):
             self.refuse(f"they give a value to {name} of an object that the code has made")
@@ -341,7 +338,7 @@ def share_dataclasses() -> None:
 
     def share(name: str, real: Any) -> Any:
         return lambda value, *args, **named: (
-            PEER[0].use(f"dataclasses.{name}", value, *args, **named)
+            PEER[0].call(f"dataclasses.{name}", value, *args, **named)
             if is_mirrored(value)
             else real(value, *args, **named)
         )
@@ -351,8 +348,7 @@ def share_dataclasses() -> None:
 
 
 def judge(space: dict[str, Any], row: dict[str, Any], is_gone: Callable[[], bool] = bool) -> float:
-    """1.0 if all asserts that ran hold, at least one ran and no statement raised, nor did the code end; else the share
-    that holds."""
+    """The share of the asserts that hold; 1.0 needs that one ran, no statement raised and the code did not end."""
     marks: list[bool] = []
     space["_mark_"] = lambda holds=True: marks.append(bool(holds))
     for statement in row["statements"]:
