@@ -80,13 +80,13 @@ class Jail:
 
 @functools.cache
 def find_jail() -> Jail:
-    """The jail, tried out. Raises RewardError with the reason if it does not work."""
+    """The jail, tried out. Raises WholeBatchError with the reason if it does not work."""
     try:
         jail = bubblewrap()
         with jail.start("probe", subprocess.DEVNULL, subprocess.DEVNULL):
             return jail
     except (RewardError, OSError) as error:
-        raise RewardError(NO_JAIL.format(error)) from None
+        raise WholeBatchError(NO_JAIL.format(error)) from None
 
 
 def bubblewrap() -> Jail:
@@ -171,10 +171,7 @@ class CodeReward(AnswerReader):
                 f"{', '.join(sorted(columns)) or 'none'}"
             )
         answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
-        try:
-            jail = find_jail()
-        except RewardError as error:
-            raise WholeBatchError(str(error)) from None
+        jail = find_jail()
         test_columns = {name: columns[name] for name in code_tests.TEST_COLUMNS if columns.get(name) is not None}
         rows = [{name: values[index] for name, values in test_columns.items()} for index in range(len(answers))]
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as pool:

@@ -1,6 +1,4 @@
-"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms, which
-become statements of Python with assertions, or pairs of input and output.
-"""
+"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms."""
 
 import ast
 import builtins
@@ -66,7 +64,6 @@ _UNCROSSED = re.compile(
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
-MOST_FENCES = 60  # that are read, from the end
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -88,7 +85,7 @@ def find_code(answer: str) -> str:
     """
     answer = re.sub(r"\r\n?", "\n", answer)
     fences = [fence.start() for fence in _FENCED.finditer(answer)]
-    answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
+    answer = answer[fences[-60] :] if len(fences) > 60 else answer
     blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
@@ -313,22 +310,19 @@ class Marks(ast.NodeTransformer):
         solutions = [alias for alias in node.names if _OWN.fullmatch(alias.name)]
         self.imported |= {"solution" for _ in solutions}
         node.names = [alias for alias in node.names if alias not in solutions]
-        names = _statements(*(f"{alias.asname or alias.name} = solution" for alias in solutions))
-        return [node, *names] if node.names else names
+        bound = ast.parse("\n".join(f"{alias.asname or alias.name} = solution" for alias in solutions)).body
+        return [node, *bound] if node.names else bound
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if not (node.level or _OWN.fullmatch(str(node.module))):
             return node
         self.imported |= {alias.name for alias in node.names} - {"*"}
-        return _statements("pass", *(f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname))
+        renamed = [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname]
+        return ast.parse("\n".join(["pass", *renamed])).body
 
 
 def _mark(*holds: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
-
-
-def _statements(*texts: str) -> list[Any]:
-    return ast.parse("\n".join(texts)).body
 
 
 def _last(node: ast.AST | None) -> str:

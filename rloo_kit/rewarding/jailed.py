@@ -207,6 +207,7 @@ def probe(null: int, call_s: float, answer_s: float) -> None:
             seen.append(name)
     if seen:
         raise OSError(f"the jail allows {', '.join(seen)}")
+    os.write(2, b"ready\n")
 
 
 ROLES = {"asserts": run_asserts, "plain": run_plain, "programs": run_programs, "probe": probe}
@@ -223,5 +224,3 @@ def main() -> None:
         os.write(2, b"ready\n")
         os.dup2(null, 2)
     role(null, settings["call_s"], settings["answer_s"])
-    if role is probe:
-        os.write(2, b"ready\n")

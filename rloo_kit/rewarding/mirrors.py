@@ -48,18 +48,13 @@ def read_attribute(self: Any, name: str) -> Any:
     return PEER[0].read(self, name) if is_asked else object.__getattribute__(self, name)
 
 
-def write_attribute(self: Any, name: str, value: Any) -> None:
-    if name in OF_TESTS:
-        object.__setattr__(self, name, value)
-    else:
-        PEER[0].call("setattr", self, name, value)
-
-
 SPECIAL = {f"__{name}__": special(f"__{name}__") for name in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
 SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, *args, **named)
 OF_ALL: dict[str, Any] = {
     "__getattribute__": read_attribute,
-    "__setattr__": write_attribute,
+    "__setattr__": lambda self, name, value: (
+        object.__setattr__(self, name, value) if name in OF_TESTS else PEER[0].call("setattr", self, name, value)
+    ),
     "__delattr__": lambda self, name: PEER[0].call("delattr", self, name),
     "__dir__": lambda self: PEER[0].call("dir", self),
     "__copy__": lambda self: PEER[0].call("copy.copy", self),
@@ -82,8 +77,8 @@ class Mirror(type):
         return made
 
     def __getattribute__(cls, name: str) -> Any:
-        is_own = name.startswith("__") and name.endswith("__")
-        return type.__getattribute__(cls, name) if is_own and name != "__doc__" else PEER[0].read(cls, name)
+        is_special = name.startswith("__") and name.endswith("__")
+        return type.__getattribute__(cls, name) if is_special and name != "__doc__" else PEER[0].read(cls, name)
 
     def __getattr__(cls, name: str) -> Any:
         return PEER[0].read(cls, name)
@@ -235,8 +230,7 @@ class TestsEnd(Link):
         if name == "__exit__":
             given = (*given[:2], None)  # a traceback is the tests' own
         short, is_trusted = name.strip("_"), id(value) in self.trusted
-        is_guarded = short in GUARDED
-        if is_guarded and not is_trusted and not is_own(given[0]):
+        if short in GUARDED and not is_trusted and not is_own(given[0]):
             return self.doubt(name, value, given[0])
         result = self.ask("special", value, name, given)
         if is_trusted and short in TRUSTED and is_mirrored(result):

@@ -228,12 +228,10 @@ def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyP
     assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
     assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)
     assert "it ended without a word" in capsys.readouterr().out
-
-    def none() -> Jail:
-        raise RewardError("none works")
-
-    monkeypatch.setattr(code_module, "find_jail", none)
-    with pytest.raises(WholeBatchError, match="none works"):
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
+    find_jail.cache_clear()
+    with pytest.raises(WholeBatchError, match="no bwrap on PATH"):
         score(reward, "f = len", ["assert f('a') == 1"])
 
 
