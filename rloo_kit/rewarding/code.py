@@ -53,8 +53,7 @@ class Jail:
             defaults = {"memory_mb": 512, "cpu_s": 60, "call_s": 2.0, "answer_s": 10.0, "role": role, "null": null}
             command = [*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", BOOT, json.dumps(defaults | settings)]
             ends: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
-            process: Any = subprocess.Popen(command, env={}, cwd="/", pass_fds=(null,), **ends)
-            stack.enter_context(process)
+            process: Any = stack.enter_context(subprocess.Popen(command, env={}, cwd="/", pass_fds=(null,), **ends))
             stack.callback(process.kill)
             if (first := process.stderr.readline()) != b"ready\n":
                 lines = (first + process.stderr.read()).decode(errors="replace").strip().splitlines()
@@ -96,9 +95,8 @@ def bubblewrap() -> Jail:
         raise RewardError("there is no bwrap on PATH")
     importlib.import_module("rloo_kit.rewarding.jailed")  # which compiles it, once for all jails
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
-    base_libraries = os.path.realpath(f"{sys.base_prefix}/lib")
     options = BUBBLEWRAP.split()
-    for path in dict.fromkeys((*libraries, base_libraries, PYTHON, "/etc/ld.so.cache")):
+    for path in dict.fromkeys((*libraries, os.path.realpath(f"{sys.base_prefix}/lib"), PYTHON, "/etc/ld.so.cache")):
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import os
 import resource
@@ -326,19 +327,11 @@ def is_instance(value: Any, kind: Any, real: Any = isinstance) -> bool:
     return any((base.__module__, base.__qualname__) in names for base in kinds if real(base, type))
 
 
-def share_dataclasses() -> None:
-    """Let the functions of dataclasses, which look into objects, do that where the objects are."""
-    module = __import__("dataclasses")
-
-    def share(name: str, real: Any) -> Any:
-        return lambda value, *args, **named: (
-            PEER[0].call(f"dataclasses.{name}", value, *args, **named)
-            if is_mirrored(value)
-            else real(value, *args, **named)
-        )
-
-    for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
-        setattr(module, name, share(name, getattr(module, name)))
+def call_where_it_is(name: str, real: Any, value: Any, /, *args: Any, **named: Any) -> Any:
+    """What a function of the standard library's that looks into an object gives where the object is."""
+    if is_mirrored(value):
+        return PEER[0].call(name, value, *args, **named)
+    return real(value, *args, **named)
 
 
 def judge(space: dict[str, Any], row: dict[str, Any], is_gone: Callable[[], bool] = bool) -> float:
@@ -366,7 +359,10 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
             with suppress(AttributeError):
                 space[name] = solution if name == "solution" else getattr(solution, name)
         if any("dataclasses" in statement for statement in row["statements"]):
-            share_dataclasses()
+            module = __import__("dataclasses")
+            for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
+                shared = functools.partial(call_where_it_is, f"dataclasses.{name}", getattr(module, name))
+                setattr(module, name, shared)
         peer.expects_stop = any("StopIteration" in statement for statement in row["statements"])
         peer.tested = {space[name] for name in row["classes"] if type(space.get(name)) is Mirror}
         value = judge(space, row, lambda: peer.gone)
