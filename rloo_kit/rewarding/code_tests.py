@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, excerpt
 
@@ -64,6 +64,7 @@ _UNCROSSED = re.compile(
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
+Program = tuple[str, ast.Module, set[str], set[str]]  # a text that compiles, and the global names it uses and binds
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -107,15 +108,6 @@ def find_code(answer: str) -> str:
     return code
 
 
-class Program(NamedTuple):
-    """A text that compiles, and the global names that it uses and binds."""
-
-    text: str
-    tree: ast.Module
-    used: set[str]
-    bound: set[str]
-
-
 def _compile(text: str) -> Program:
     used, bound = set[str](), set[str]()
     with _filters, warnings.catch_warnings():
@@ -129,7 +121,7 @@ def _compile(text: str) -> Program:
                 used.add(symbol.get_name())
             if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
                 bound.add(symbol.get_name())
-    return Program(text, tree, used, bound)
+    return text, tree, used, bound
 
 
 def _parse(text: str) -> Program | None:
