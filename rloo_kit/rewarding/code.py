@@ -1,9 +1,5 @@
-"""`code_reward`: the code of a completion against the tests of its row, in a jail of bubblewrap.
+"""`code_reward`: the code of a completion (`code_tests`) against the tests of its row, in a jail of bubblewrap."""
 
-`jailed` is what runs inside, and what locks it; `code_tests` reads what is to run.
-"""
-
-import ast
 import functools
 import importlib.util
 import json
@@ -20,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
-from rloo_kit.rewarding.code_tests import TEST_COLUMNS, UncrossedError, compile_tests, find_code, read_tests
+from rloo_kit.rewarding import code_tests
 from rloo_kit.rewarding.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
@@ -32,21 +28,15 @@ NO_JAIL = (
     "kernel.apparmor_restrict_unprivileged_userns=0"
 )
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # not a virtual environment's
-PACKAGES = ("numpy",)  # that code and tests may import if they are installed
-PLACE = "/packages"  # where the jail has these, and what runs in it
-BOOT = """# the jail of `code_reward`
+PLACE = "/packages"  # where the jail has INSTALLED, and what runs in it
+BOOT = f"""# the jail of `code_reward`
 import sys
-sys.path.append("/packages")
+sys.path.append("{PLACE}")
 from rloo_kit.rewarding import jailed
 jailed.main()"""
 HERE = Path(__file__).parent
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
-SLOWEST = 5  # times a limit of CPU time that is waited for: what other processes may take
 _SAID: set[str] = set()  # reasons, each of which is said once
-
-
-class JailError(RewardError):
-    """The jail cannot be used, whatever the code is."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +47,29 @@ class Jail:
 
     @contextmanager
     def start(self, role: str, stdin: Any, stdout: Any, **settings: Any) -> Iterator[Any]:
-        """The process of a role, limited already; killed at the end. Raises JailError if it could not be."""
+        """The process of a role, limited already; killed at the end. Raises RewardError if it could not be."""
         with ExitStack() as stack:
             null = stack.enter_context(open(os.devnull, "r+b", 0)).fileno()  # the jail has no /dev
             defaults = {"memory_mb": 512, "cpu_s": 60, "call_s": 2.0, "answer_s": 10.0, "role": role, "null": null}
             command = [*self.command, PYTHON, "-I", "-S", "-X", "utf8", "-c", BOOT, json.dumps(defaults | settings)]
             ends: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
-            process: Any = subprocess.Popen(command, env={}, cwd="/", pass_fds=(null,), **ends)
-            stack.enter_context(process)
+            process: Any = stack.enter_context(subprocess.Popen(command, env={}, cwd="/", pass_fds=(null,), **ends))
             stack.callback(process.kill)
             if (first := process.stderr.readline()) != b"ready\n":
                 lines = (first + process.stderr.read()).decode(errors="replace").strip().splitlines()
-                raise JailError(shorten(lines[-1] if lines else "it ended without a word", 300))
+                raise RewardError(shorten(lines[-1] if lines else "it ended without a word", 300))
             yield process
 
-    def run(self, role: str, given: bytes, patience: float = SLOWEST, **settings: Any) -> bytes:
-        """What a role writes, 16 MiB at most, or has until it takes much longer than `answer_s`, in CPU time. Raises
-        JailError if that is the machine's fault."""
+    def run(self, role: str, given: bytes, patience: float = 5, **settings: Any) -> bytes:
+        """What a role writes, 16 MiB at most, within `patience` times `answer_s` of CPU time, as other processes may
+        take their share. Raises RewardError if the machine is too busy."""
         with open(os.memfd_create(role), "rb") as output:
             with self.start(role, subprocess.PIPE, output, **settings) as process:
                 try:
                     process.communicate(given, timeout=2 + patience * settings["answer_s"])
                 except subprocess.TimeoutExpired:
                     if role != "plain" and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
-                        raise JailError(
+                        raise RewardError(
                             f"the machine is too busy: code that may take {settings['answer_s']:g} s of CPU time has "
                             f"not ended after {patience:g} times as long (params.answer_timeout_s, params.workers)"
                         ) from None
@@ -90,13 +79,13 @@ class Jail:
 
 @functools.cache
 def find_jail() -> Jail:
-    """The jail, tried out. Raises RewardError with the reason if it does not work."""
+    """The jail, tried out. Raises WholeBatchError with the reason if it does not work."""
     try:
         jail = bubblewrap()
         with jail.start("probe", subprocess.DEVNULL, subprocess.DEVNULL):
             return jail
     except (RewardError, OSError) as error:
-        raise RewardError(NO_JAIL.format(error)) from None
+        raise WholeBatchError(NO_JAIL.format(error)) from None
 
 
 def bubblewrap() -> Jail:
@@ -106,15 +95,18 @@ def bubblewrap() -> Jail:
         raise RewardError("there is no bwrap on PATH")
     importlib.import_module("rloo_kit.rewarding.jailed")  # which compiles it, once for all jails
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
-    base_libraries = os.path.realpath(f"{sys.base_prefix}/lib")
     options = BUBBLEWRAP.split()
-    for path in dict.fromkeys((*libraries, base_libraries, PYTHON, "/etc/ld.so.cache")):
+    for path in dict.fromkeys((*libraries, os.path.realpath(f"{sys.base_prefix}/lib"), PYTHON, "/etc/ld.so.cache")):
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             options += ["--ro-bind", path, path]
     shown = {f"rloo_kit/rewarding/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing", "mirrors")}
-    shown |= {"pytest.py": HERE / "jail_pytest.py"} | {path.name: path for path in _packages()}
+    shown["pytest.py"] = HERE / "jail_pytest.py"
+    for package in code_tests.INSTALLED:
+        spec: Any = importlib.util.find_spec(package)
+        place = Path(spec.origin).parent
+        shown |= {path.name: path for path in (place, place.with_name(f"{package}.libs")) if path.is_dir()}
     for name, file in shown.items():
         options += ["--ro-bind", str(file), f"{PLACE}/{name}"]
         compiled = Path(importlib.util.cache_from_source(str(file)))
@@ -123,13 +115,6 @@ def bubblewrap() -> Jail:
     if b"--size" in subprocess.run([program, "--help"], capture_output=True, check=False).stdout:
         options += ["--size", str(16 * 2**20), "--tmpfs", "/tmp"]
     return Jail((program, *options, "--remount-ro", "/", "--chdir", "/tmp" if "/tmp" in options else "/"))
-
-
-@functools.cache
-def _packages() -> tuple[Path, ...]:
-    """The folders of PACKAGES, with their libraries."""
-    paths = [Path(spec.origin).parent for name in PACKAGES if (spec := importlib.util.find_spec(name)) and spec.origin]
-    return tuple(folder for path in paths for folder in (path, path.with_name(f"{path.name}.libs")) if folder.is_dir())
 
 
 @dataclass
@@ -184,33 +169,30 @@ class CodeReward(AnswerReader):
                 f"{', '.join(sorted(columns)) or 'none'}"
             )
         answers = self._answers(completions, completion_ids, columns.get("completion_mask"))
-        try:
-            jail = find_jail()
-        except RewardError as error:
-            raise WholeBatchError(str(error)) from None
-        test_columns = {name: columns[name] for name in TEST_COLUMNS if columns.get(name) is not None}
+        jail = find_jail()
+        test_columns = {name: columns[name] for name in code_tests.TEST_COLUMNS if columns.get(name) is not None}
         rows = [{name: values[index] for name, values in test_columns.items()} for index in range(len(answers))]
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as pool:
             return list(pool.map(functools.partial(self._score, jail), answers, tests, rows))
 
     def _score(self, jail: Jail, answer: str, raw_tests: Any, row: Mapping[str, Any]) -> float | None:
         try:
-            tests, code = read_tests(raw_tests, row), find_code(answer)
+            tests, code = code_tests.read_tests(raw_tests, row), code_tests.find_code(answer)
             if not tests or not code:
                 return 0.0 if tests else None
             limits: dict[str, Any] = {"memory_mb": self.memory_mb, "cpu_s": math.ceil(self.answer_timeout_s) + 1}
             limits |= {"call_s": self.test_timeout_s, "answer_s": self.answer_timeout_s}
             if isinstance(tests[0], str):
                 entry = row.get("entry_point")
-                compiled = compile_tests(tuple(tests), entry if isinstance(entry, str) else "")
+                compiled = code_tests.compile_tests(tuple(tests), entry if isinstance(entry, str) else "")
                 value = _run_asserts(jail, limits, compiled | {"code": code})
             else:
                 value = _run_programs(jail, limits, code, tests)
-            if value < 1.0 and (name := _find_hidden_import(code)):
-                raise UncrossedError(f"the code imports {name}, which is installed here, and not in the jail")
+            if value < 1.0:
+                code_tests.refuse_hidden_import(code)
             return value
         except RewardError as error:
-            is_scored = not isinstance(error, UncrossedError)
+            is_scored = not isinstance(error, code_tests.UncrossedError)
             if str(error) not in _SAID:
                 _SAID.add(str(error))
                 verb = "failed on" if is_scored else "does not score answers to"
@@ -226,7 +208,7 @@ def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> flo
         verdict = json.loads(jail.run("asserts", text, **limits))
     is_unsure = verdict["value"] < 1.0 and verdict["uncrossed"]
     if is_unsure and jail.run("plain", text, 1, **limits) == b'{"value": 1.0}':
-        raise UncrossedError(verdict["uncrossed"][0])
+        raise code_tests.UncrossedError(verdict["uncrossed"][0])
     return float(verdict["value"])
 
 
@@ -238,19 +220,6 @@ def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence
     blocks = b"".join(f"{len(text)}\n".encode() + text for text in texts)
     printed = jail.run("programs", blocks, **limits).decode().splitlines()
     if 0 < len(printed) < len(tests):
-        raise JailError(f"it ended after {len(printed)} of {len(tests)} tests")
+        raise RewardError(f"it ended after {len(printed)} of {len(tests)} tests")
     right = [f"0 {digest_output(expected.encode())}" for _, expected in tests]
     return sum(got == wanted for got, wanted in zip(printed, right, strict=False)) / len(tests)
-
-
-def _find_hidden_import(code: str) -> str:
-    """A package that code imports, and that only the jail is without; "" if there is none."""
-    with suppress(SyntaxError, ValueError):
-        nodes = list(ast.walk(ast.parse(code)))
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*PACKAGES, "rloo_kit"}:
-            spec = importlib.util.find_spec(name)
-            if spec is not None and "site-packages" in str(spec.origin):
-                return name
-    return ""

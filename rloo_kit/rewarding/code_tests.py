@@ -1,8 +1,4 @@
-"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms.
-
-Function tests of APPS, PRIME and LiveCodeBench, pytest functions and unittest classes all become statements of Python
-with assertions, which `jailed` runs one by one.
-"""
+"""What `code_reward` reads and never runs: the code of an answer, and a row's tests in each of their forms."""
 
 import ast
 import builtins
@@ -17,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, excerpt
 
@@ -68,7 +64,7 @@ _UNCROSSED = re.compile(
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
-MOST_FENCES = 60  # that are read, from the end
+Program = tuple[str, ast.Module, set[str], set[str]]  # a text that compiles, and the global names it uses and binds
 _filters = threading.Lock()  # of warnings, which are the process's
 
 
@@ -89,8 +85,8 @@ def find_code(answer: str) -> str:
     ('f = len\n', 'x = 1')
     """
     answer = re.sub(r"\r\n?", "\n", answer)
-    fences = [fence.start() for fence in re.finditer("```|~~~", answer)]
-    answer = answer[fences[-MOST_FENCES] :] if len(fences) > MOST_FENCES else answer
+    fences = [fence.start() for fence in _FENCED.finditer(answer)]
+    answer = answer[fences[-60] :] if len(fences) > 60 else answer
     blocks, place = list[Program](), 0
     while place < len(answer) and (opened := _OPEN.search(answer, place)):
         start, fence = min(opened.end() + 1, len(answer)), f"{opened[1][0]}{{{len(opened[1])},}}"
@@ -112,15 +108,6 @@ def find_code(answer: str) -> str:
     return code
 
 
-class Program(NamedTuple):
-    """A text that compiles, and the global names that it uses and binds."""
-
-    text: str
-    tree: ast.Module
-    used: set[str]
-    bound: set[str]
-
-
 def _compile(text: str) -> Program:
     used, bound = set[str](), set[str]()
     with _filters, warnings.catch_warnings():
@@ -134,7 +121,7 @@ def _compile(text: str) -> Program:
                 used.add(symbol.get_name())
             if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
                 bound.add(symbol.get_name())
-    return Program(text, tree, used, bound)
+    return text, tree, used, bound
 
 
 def _parse(text: str) -> Program | None:
@@ -161,6 +148,15 @@ def _choose(programs: Iterable[Program]) -> tuple[int, str]:
             best = rank, code
         earlier |= defined
     return best
+
+
+def refuse_hidden_import(code: str) -> None:
+    """Raise UncrossedError for code that imports a package that only the jail is without."""
+    with suppress(SyntaxError, ValueError):
+        for name in _roots(ast.walk(ast.parse(code))) - sys.stdlib_module_names - INSTALLED - {"", "rloo_kit"}:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and "site-packages" in str(spec.origin):
+                raise UncrossedError(f"the code imports {name}, which is installed here, and not in the jail")
 
 
 def _roots(nodes: Iterable[ast.AST]) -> set[str]:
@@ -306,22 +302,19 @@ class Marks(ast.NodeTransformer):
         solutions = [alias for alias in node.names if _OWN.fullmatch(alias.name)]
         self.imported |= {"solution" for _ in solutions}
         node.names = [alias for alias in node.names if alias not in solutions]
-        names = _statements(*(f"{alias.asname or alias.name} = solution" for alias in solutions))
-        return [node, *names] if node.names else names
+        bound = ast.parse("\n".join(f"{alias.asname or alias.name} = solution" for alias in solutions)).body
+        return [node, *bound] if node.names else bound
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         if not (node.level or _OWN.fullmatch(str(node.module))):
             return node
         self.imported |= {alias.name for alias in node.names} - {"*"}
-        return _statements("pass", *(f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname))
+        renamed = [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname]
+        return ast.parse("\n".join(["pass", *renamed])).body
 
 
 def _mark(*holds: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
-
-
-def _statements(*texts: str) -> list[Any]:
-    return ast.parse("\n".join(texts)).body
 
 
 def _last(node: ast.AST | None) -> str:
@@ -342,19 +335,7 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
-    tree, names, modules, asserts, runs = _analyse("\n".join(texts), entry)
-    nodes = list(ast.walk(tree))
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
-    statements = [f"import {name}" for name in sorted(modules)]
-    statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    return {"statements": statements + runs, "asserts": asserts, "names": sorted(names), "classes": classes}
-
-
-def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], int, list[str]]:
-    """Tests with marks, the names that the code has to define, the modules that no import names, the number of
-    assertions, and statements that start the tests. Raises TestsError."""
-    marks = Marks()
+    source, marks = "\n".join(texts), Marks()
     try:
         _, tree, used, bound = _compile(source)
         compile(tree, "tests", "exec")  # never an answer's code, which can be made to need any memory
@@ -376,7 +357,12 @@ def _analyse(source: str, entry: str) -> tuple[ast.Module, set[str], set[str], i
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
         runs.append(f"check({entry})")
-    return tree, names, modules, marks.count, runs
+    nodes = list(ast.walk(tree))  # some are without their decorators now
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
+    statements = [f"import {name}" for name in sorted(modules)]
+    statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
+    return {"statements": statements + runs, "asserts": marks.count, "names": sorted(names), "classes": classes}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -495,7 +481,7 @@ def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[
         try:
             texts, is_unread = read_tests(tests, row), False
             if texts and isinstance(texts[0], str):
-                _analyse("\n".join(map(str, texts)), str(row.get("entry_point") or ""))
+                compile_tests(tuple(map(str, texts)), str(row.get("entry_point") or ""))
         except TestsError as error:
             faults.setdefault((is_unread, str(error)), []).append(number)
     return faults

@@ -7,6 +7,7 @@ no expected value ever is where the code is. Standard library only.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -25,19 +26,16 @@ MADE_OF: dict[str, Callable[[Any], Any]] = {  # values that cross as their type'
     "bytes": lambda value: [value.decode("latin-1")],
     "complex": lambda value: [value.real, value.imag],
 }
-REDUCED = (
-    "range slice fractions.Fraction decimal.Decimal datetime.date datetime.time datetime.datetime datetime.timedelta "
-    "datetime.timezone pathlib.PosixPath"
-)
-MADE_OF |= dict.fromkeys(REDUCED.split(), lambda value: value.__reduce__()[1])
+TIMES = [f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta", "timezone")]
+REDUCED = ("range", "slice", "fractions.Fraction", "decimal.Decimal", *TIMES, "pathlib.PosixPath")
+MADE_OF |= dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
 OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_factory"}
-DICTS = ["dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"]
 ARRAY = "numpy.ndarray"
+DICTS = ("dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter")
 CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS, ARRAY)
 # A mirror is a subclass of one of these.
 BASES = ("int", "float", "complex", "str", "bytes", "tuple", "frozenset", *CONTAINERS)
 SHARED = ("", "collections", "fractions", "decimal", "datetime", "pathlib")  # modules whose classes both ends have
-NAMES: dict[type, str] = {}
 
 
 class Gone(Exception):
@@ -53,14 +51,13 @@ def resolve(name: str) -> Any:
     return getattr(__import__(module or "builtins", fromlist=[rest]), rest)
 
 
+@functools.cache
 def name_of_type(kind: type) -> str:
     """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
-    if kind not in NAMES:
-        NAMES[kind] = ""
-        with suppress(Exception):
-            name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-            NAMES[kind] = name if resolve(name) is kind else ""
-    return NAMES[kind]
+    with suppress(Exception):
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        return name if resolve(name) is kind else ""
+    return ""
 
 
 def base_of(kind: type) -> Any:
@@ -121,6 +118,10 @@ class Link:
     """One end of the pipes. `objects` are what both ends know, by number; `seen`: what containers held at the last
     message, so that a change crosses with the next one."""
 
+    encode_other: Callable[[Any], Any]  # each end has its own
+    decode_other: Callable[[str, Any], Any]
+    operate: Callable[..., Any]  # do what the other end asks for
+
     def __init__(self, source: Any, sink: Any, first: int) -> None:
         self.source, self.sink, self.fresh = source, sink, itertools.count(first, 2)
         self.objects: dict[int, Any] = {0: []}
@@ -154,7 +155,7 @@ class Link:
         return [self.encode(getattr(base, option).__get__(value)) if option else None, self.content(value)]
 
     def encode(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         if value is None or kind in (bool, float, str):
             return value
         if kind is int:
@@ -197,9 +198,8 @@ class Link:
 
     def raised(self, name: str, *args: Any) -> BaseException:
         """An exception of the standard library's."""
-        if name.rpartition(".")[0].partition(".")[0] not in {"", *sys.stdlib_module_names}:
-            raise ValueError(name)
-        kind = resolve(name)
+        is_standard = name.rpartition(".")[0].partition(".")[0] in {"", *sys.stdlib_module_names}
+        kind = resolve(name) if is_standard else None
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise ValueError(name)
         error = kind.__new__(kind, *args)
@@ -221,16 +221,6 @@ class Link:
 
     def known(self, number: int) -> Any:
         return self.objects[number]
-
-    def encode_other(self, value: Any) -> Any:
-        raise NotImplementedError
-
-    def decode_other(self, name: str, given: Any) -> Any:
-        raise NotImplementedError
-
-    def operate(self, operation: str, *given: Any) -> Any:
-        """Do what the other end asks for."""
-        raise NotImplementedError
 
     def printed(self) -> str:
         """What the code has printed since the last message."""
@@ -257,8 +247,8 @@ class Link:
                 changes.append([number, self.content(value)])
                 self.seen[number] = items
             del value, items
-            is_plain = name_of_type(type(self.objects[number])) in CONTAINERS
-            if is_plain and sys.getrefcount(self.objects[number]) <= self.unused:
+            stored: Any = type(self.objects[number])
+            if name_of_type(stored) in CONTAINERS and sys.getrefcount(self.objects[number]) <= self.unused:
                 dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
                 self.forget(number)
         message = json.dumps([kind, encoded, changes, dropped, self.printed()]).encode() + b"\n"
@@ -366,9 +356,6 @@ class CodeEnd(Link):
         if operation == "run":
             exec(compile(given[0], "solution.py", "exec"), vars(self.solution))
             return self.solution
-        if operation == "call":
-            function, args, named = given
-            return function(*args, **dict(named))
         if operation == "special":
             value, name, args = given
             if name == "__getitem__":
@@ -376,5 +363,5 @@ class CodeEnd(Link):
             if not hasattr(type(value), name):
                 raise TypeError(f"{type(value).__name__} has no {name}")
             return getattr(type(value), name)(value, *args)
-        name, args, named = given
-        return resolve(name)(*args, **dict(named))
+        function, args, named = given
+        return (resolve(function) if type(function) is str else function)(*args, **dict(named))

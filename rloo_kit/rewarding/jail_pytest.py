@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Raises:
-    def __init__(self, kinds: Any, match: str | None) -> None:
+class raises:
+    def __init__(self, kinds: Any, *function: Any, match: str | None = None, **named: Any) -> None:
         self.kinds, self.pattern = kinds, match
+        if function:
+            with self:
+                function[0](*function[1:], **named)
 
-    def __enter__(self) -> "Raises":
+    def __enter__(self) -> "raises":
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
@@ -21,14 +24,6 @@ class Raises:
     def match(self, pattern: str) -> bool:
         assert re.search(pattern, str(self.value)), f"{self.value} does not match {pattern}"
         return True
-
-
-def raises(kinds: Any, *function: Any, match: str | None = None, **named: Any) -> Raises:
-    context = Raises(kinds, match)
-    if function:
-        with context:
-            function[0](*function[1:], **named)
-    return context
 
 
 class approx:

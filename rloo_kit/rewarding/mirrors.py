@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import os
 import resource
@@ -48,22 +49,17 @@ def read_attribute(self: Any, name: str) -> Any:
     return PEER[0].read(self, name) if is_asked else object.__getattribute__(self, name)
 
 
-def write_attribute(self: Any, name: str, value: Any) -> None:
-    if name in OF_TESTS:
-        object.__setattr__(self, name, value)
-    else:
-        PEER[0].use("setattr", self, name, value)
-
-
 SPECIAL = {f"__{name}__": special(f"__{name}__") for name in f"{COMPARISONS} {OPERATORS} {OTHERS}".split()}
-SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, args, named)
+SPECIAL["__call__"] = lambda self, /, *args, **named: PEER[0].call(self, *args, **named)
 OF_ALL: dict[str, Any] = {
     "__getattribute__": read_attribute,
-    "__setattr__": write_attribute,
-    "__delattr__": lambda self, name: PEER[0].use("delattr", self, name),
-    "__dir__": lambda self: PEER[0].use("dir", self),
-    "__copy__": lambda self: PEER[0].use("copy.copy", self),
-    "__deepcopy__": lambda self, seen: PEER[0].use("copy.deepcopy", self),
+    "__setattr__": lambda self, name, value: (
+        object.__setattr__(self, name, value) if name in OF_TESTS else PEER[0].call("setattr", self, name, value)
+    ),
+    "__delattr__": lambda self, name: PEER[0].call("delattr", self, name),
+    "__dir__": lambda self: PEER[0].call("dir", self),
+    "__copy__": lambda self: PEER[0].call("copy.copy", self),
+    "__deepcopy__": lambda self, seen: PEER[0].call("copy.deepcopy", self),
     "__reduce_ex__": lambda self, version: PEER[0].refuse("they pickle an object of the code's"),
 }
 
@@ -76,29 +72,29 @@ class Mirror(type):
         PEER[0].refuse("they make a subclass of a class of the code's")
 
     def __call__(cls, /, *args: Any, **named: Any) -> Any:
-        made = PEER[0].call(cls, args, named)
+        made = PEER[0].call(cls, *args, **named)
         if cls in PEER[0].tested:
             PEER[0].trusted.add(id(made))
         return made
 
     def __getattribute__(cls, name: str) -> Any:
-        is_own = name.startswith("__") and name.endswith("__")
-        return type.__getattribute__(cls, name) if is_own and name != "__doc__" else PEER[0].read(cls, name)
+        is_special = name.startswith("__") and name.endswith("__")
+        return type.__getattribute__(cls, name) if is_special and name != "__doc__" else PEER[0].read(cls, name)
 
     def __getattr__(cls, name: str) -> Any:
         return PEER[0].read(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        PEER[0].use("setattr", cls, name, value)
+        PEER[0].call("setattr", cls, name, value)
 
     def __bool__(cls) -> bool:
         return True
 
     def __instancecheck__(cls, value: Any) -> bool:  # a protocol says more than its bases
-        return type.__instancecheck__(cls, value) or (is_own(value) and PEER[0].use("isinstance", value, cls))
+        return type.__instancecheck__(cls, value) or (is_own(value) and PEER[0].call("isinstance", value, cls))
 
     def __subclasscheck__(cls, kind: Any) -> bool:
-        return type.__subclasscheck__(cls, kind) or (is_own(kind) and PEER[0].use("issubclass", kind, cls))
+        return type.__subclasscheck__(cls, kind) or (is_own(kind) and PEER[0].call("issubclass", kind, cls))
 
     __iter__, __len__, __getitem__ = special("__iter__"), special("__len__"), special("__getitem__")
     __contains__, __repr__ = special("__contains__"), special("__repr__")
@@ -216,17 +212,14 @@ class TestsEnd(Link):
             self.stop()
         return next(function) if operation == "next" else function(*more[0], **dict(more[1]))
 
-    def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        """What a function of the code's, or one of the standard library's by its name, gives where the code is."""
         return self.ask("call", function, args, tuple(named.items()))
-
-    def use(self, name: str, *args: Any, **named: Any) -> Any:
-        """What a function of the standard library gives where the code is."""
-        return self.ask("use", name, args, tuple(named.items()))
 
     def read(self, value: Any, name: str) -> Any:
         if name.startswith("__array"):  # by which numpy would hand it the other value
             raise AttributeError(name)
-        result = self.use("getattr", value, name)
+        result = self.call("getattr", value, name)
         is_of_object = value is not self.solution and type(value) is not Mirror and id(value) not in self.trusted
         if is_of_object and name in COMPARING.split() and is_mirrored(result):
             self.refuse(f"they give a value to {name} of an object that the code has made")
@@ -238,8 +231,7 @@ class TestsEnd(Link):
         if name == "__exit__":
             given = (*given[:2], None)  # a traceback is the tests' own
         short, is_trusted = name.strip("_"), id(value) in self.trusted
-        is_guarded = short in GUARDED
-        if is_guarded and not is_trusted and not is_own(given[0]):
+        if short in GUARDED and not is_trusted and not is_own(given[0]):
             return self.doubt(name, value, given[0])
         result = self.ask("special", value, name, given)
         if is_trusted and short in TRUSTED and is_mirrored(result):
@@ -308,9 +300,7 @@ class TestsEnd(Link):
         space |= {"__module__": module, "__qualname__": title}
         parents = tuple(map(self.decode, bases)) or (object,)
         base: Any = next(filter(None, map(base_of, parents)), object)
-        if (
-            name_of_type(base) == "collections.Counter" and "__eq__" not in members
-        ):  # its own asks the child for each count
+        if name_of_type(base) == "collections.Counter" and "__eq__" not in members:  # its own asks for each count
             space["__eq__"] = lambda self, other: base(dict(dict.items(self))) == other
         kind = type.__new__(Mirror, title.rpartition(".")[2], parents, space)
         self.add(kind, number)
@@ -337,24 +327,15 @@ def is_instance(value: Any, kind: Any, real: Any = isinstance) -> bool:
     return any((base.__module__, base.__qualname__) in names for base in kinds if real(base, type))
 
 
-def share_dataclasses() -> None:
-    """Let the functions of dataclasses, which look into objects, do that where the objects are."""
-    module = __import__("dataclasses")
-
-    def share(name: str, real: Any) -> Any:
-        return lambda value, *args, **named: (
-            PEER[0].use(f"dataclasses.{name}", value, *args, **named)
-            if is_mirrored(value)
-            else real(value, *args, **named)
-        )
-
-    for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
-        setattr(module, name, share(name, getattr(module, name)))
+def call_where_it_is(name: str, real: Any, value: Any, /, *args: Any, **named: Any) -> Any:
+    """What a function of the standard library's that looks into an object gives where the object is."""
+    if is_mirrored(value):
+        return PEER[0].call(name, value, *args, **named)
+    return real(value, *args, **named)
 
 
 def judge(space: dict[str, Any], row: dict[str, Any], is_gone: Callable[[], bool] = bool) -> float:
-    """1.0 if all asserts that ran hold, at least one ran and no statement raised, nor did the code end; else the share
-    that holds."""
+    """The share of the asserts that hold; 1.0 needs that one ran, no statement raised and the code did not end."""
     marks: list[bool] = []
     space["_mark_"] = lambda holds=True: marks.append(bool(holds))
     for statement in row["statements"]:
@@ -378,7 +359,10 @@ def judge_code(peer: TestsEnd, row: dict[str, Any]) -> dict[str, Any]:
             with suppress(AttributeError):
                 space[name] = solution if name == "solution" else getattr(solution, name)
         if any("dataclasses" in statement for statement in row["statements"]):
-            share_dataclasses()
+            module = __import__("dataclasses")
+            for name in ("asdict", "astuple", "fields", "is_dataclass", "replace"):
+                shared = functools.partial(call_where_it_is, f"dataclasses.{name}", getattr(module, name))
+                setattr(module, name, shared)
         peer.expects_stop = any("StopIteration" in statement for statement in row["statements"])
         peer.tested = {space[name] for name in row["classes"] if type(space.get(name)) is Mirror}
         value = judge(space, row, lambda: peer.gone)

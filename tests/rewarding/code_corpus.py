@@ -98,11 +98,6 @@ def read_tasks() -> dict[str, Task]:
     return tasks
 
 
-def plain_share(task: Task, answer: str) -> float:
-    """`plain_shares` of one answer."""
-    return plain_shares([(task, answer)])[0]
-
-
 def plain_shares(jobs: Sequence[tuple[Task, str]]) -> list[float]:
     """1.0 for answers that pass all tests in a plain interpreter. Else, for programs and functions, the share of the
     pairs that hold; for texts an upper bound of the share of the assertions: those that hold, or whatever else could be

@@ -1,6 +1,5 @@
 """`code_reward`: forms of tests, partial credit, what crosses between the code and its tests, and broken rows."""
 
-import json
 import math
 import os
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from rloo_kit import build_rewards, load_config
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding import code as code_module
-from rloo_kit.rewarding.code import CodeReward, Jail, find_code, find_jail
+from rloo_kit.rewarding.code import CodeReward, Jail, find_jail
 from rloo_kit.rewarding.guard import guard
 from tests.rewarding.code_forms import read_problems
 
@@ -33,167 +32,6 @@ def reward() -> CodeReward:
 def score(reward: CodeReward, code: str, tests: Any, **columns: Any) -> float | None:
     columns = {name: [value] for name, value in columns.items()}
     return reward(completions=[code], completion_ids=[[1]], tests=[tests], **columns)[0]
-
-
-HUMANEVAL = """
-METADATA = {"author": "jt", "dataset": "test"}
-
-def check(candidate):
-    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.3) == True
-    assert candidate([1.0, 2.0, 3.9, 4.0, 5.0, 2.2], 0.05) == False
-    assert candidate([1.0, 2.0, 5.9, 4.0, 5.0], 0.95) == True
-    for size in range(2, 5):
-        assert candidate([float(n) for n in range(size)], 0.5) is False, "apart"
-"""
-CLOSE = """from typing import List
-
-def has_close_elements(numbers: List[float], threshold: float) -> bool:
-    for i, one in enumerate(numbers):
-        for other in numbers[i + 1:]:
-            if abs(one - other) < threshold:
-                return True
-    return False
-"""
-LINKED = """
-class Node:
-    def __init__(self, value, next=None):
-        self.value, self.next = value, next
-
-def build(values):
-    head = None
-    for value in reversed(values):
-        head = Node(value, head)
-    return head
-
-def reverse(head):
-    last = None
-    while head:
-        head.next, last, head = last, head, head.next
-    return last
-"""
-DEEP = """
-import sys, threading
-sys.setrecursionlimit(10**6)
-threading.stack_size(2**26)
-
-def depth(n):
-    return 0 if n == 0 else 1 + depth(n - 1)
-
-def main():
-    n = int(input())
-    print(depth(n))
-
-thread = threading.Thread(target=main)
-thread.start()
-thread.join()
-"""
-# Name, code, tests, further columns: right solutions, each worth exactly 1.0.
-RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "MBPP: texts": (
-        "import heapq as hq\ndef heap_queue_largest(nums, n):\n    return hq.nlargest(n, nums)",
-        [
-            "assert heap_queue_largest([25, 35, 22, 85, 14, 65, 75, 22, 58], 3) == [85, 75, 65]",
-            "assert heap_queue_largest([25, 35, 22, 85, 14, 65, 75, 22, 58], 2) == [85, 75]",
-        ],
-        {},
-    ),
-    "MBPP: sets and tuples": (
-        "def similar_elements(a, b):\n    return tuple(set(a) & set(b))\ndef pairs(x):\n"
-        "    return {(i, -i): {i} for i in x}",
-        [
-            "assert set(similar_elements((3, 4, 5, 6), (5, 7, 4, 10))) == set((4, 5))",
-            "assert pairs((1, 2)) == {(1, -1): {1}, (2, -2): {2}} and isinstance(pairs([]), dict)",
-        ],
-        {},
-    ),
-    "MBPP: a builtin's name": (
-        "def sum(a, b):\n    return next(n for n in range(2, a + b) if a % n == b % n == 0)",
-        ["assert sum(10, 15) == 5", "assert sum(100, 150) == 2"],
-        {},
-    ),
-    "MBPP: floats": (
-        "import math\ndef area(r):\n    print('debugging')\n    return math.pi * r * r",
-        ["assert math.isclose(area(2), 12.566370614359172, rel_tol=0.001)", "assert abs(area(1) - 3.14159265) < 1e-6"],
-        {},
-    ),
-    "HumanEval": (CLOSE, HUMANEVAL, {"entry_point": "has_close_elements"}),
-    "HumanEval: as JSON, which calls check itself": (
-        CLOSE,
-        json.dumps(HUMANEVAL + "\ncheck(has_close_elements)\n"),
-        {},
-    ),
-    "LeetCode: a class, named arguments": (
-        "class Solution:\n    def twoSum(self, nums, target):\n        seen = {}\n"
-        "        for i, n in enumerate(nums):\n            if target - n in seen: return [seen[target - n], i]\n"
-        "            seen[n] = i",
-        "s = Solution()\nassert s.twoSum([2, 7], 9) == [0, 1]\nassert s.twoSum(nums=[3, 3], target=6) == [0, 1]",
-        {},
-    ),
-    "objects of its own": (
-        LINKED,
-        "head = reverse(build([1, 2, 3]))\nvalues = []\nwhile head:\n    values.append(head.value)\n"
-        "    head = head.next\n"
-        "assert values == [3, 2, 1]\nnode = Node(7, Node(8))\nassert node.next.value == 8\n"
-        "assert node.next is node.next and not hasattr(node, 'previous') and node != 7",
-        {},
-    ),
-    "state of an object, comparisons of two": (
-        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass V:\n    x: int\n    y: int = 0\n"
-        "    def __lt__(self, o): return self.x < o.x\n    def __len__(self): return 2\n"
-        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-        "    def __iter__(self): return iter(self.items)",
-        "assert V(1, 2) == V(1, 2) and V(1) != V(2) and V(2) > V(1)\n"
-        "assert len(V(1)) == 2 and str(V(1)) == f'{V(1)}' == 'V(x=1, y=0)'\n"
-        "s = Stack()\ns.push(3)\ns.push([4])\nassert list(s) == s.items == [3, [4]] and [4] in s",
-        {},
-    ),
-    "exceptions": (
-        "class Odd(ValueError): pass\ndef half(n):\n    if n % 2: raise Odd(f'{n} is odd')\n    return n // 2\n"
-        "def pick(d, k): return d[k]",
-        [
-            "try:\n    half(3)\n    assert False, 'no error'\nexcept ValueError as error:\n"
-            "    assert 'is odd' in str(error)",
-            "try:\n    pick({}, 1)\nexcept KeyError:\n    pass\nelse:\n    assert False",
-            "assert half(4) == 2",
-        ],
-        {},
-    ),
-    "generators and containers": (
-        "from collections import Counter, defaultdict, deque, namedtuple\nimport enum\nP = namedtuple('P', 'x y')\n"
-        "class Color(enum.IntEnum):\n    RED = 1\n"
-        "def count():\n    n = 0\n    while True:\n        yield n\n        n += 1\n"
-        "def group(xs):\n    d = defaultdict(list)\n    for x in xs: d[x % 2].append(x)\n    return d\n"
-        "def move(p): return P(p[0] + 1, p[1])\ndef red(): return Color.RED\ndef queue(xs): return deque(xs)\n"
-        "def same(x): return x",
-        "import itertools\nfrom collections import Counter\nassert list(itertools.islice(count(), 3)) == [0, 1, 2]\n"
-        "g = count()\nassert next(g) == 0 and next(g) == 1\nassert same(Counter('aab')) == {'a': 2, 'b': 1}\n"
-        "assert group([1, 2, 3]) == {1: [1, 3], 0: [2]} and red() == 1 and red() + 1 == 2\n"
-        "assert move((1, 2)) == (2, 2) and isinstance(move((1, 2)), tuple)\nassert list(queue([1, 2])) == [1, 2]\n"
-        "nan, *rest = same([float('nan'), float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})])\n"
-        "assert nan != nan and rest == [float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})]",
-        {},
-    ),
-    "APPS: a program": (
-        "n = int(input())\nfor _ in range(n):\n    a, b = map(int, input().split())\n    print(a + b)",
-        [{"input": "2\n1 2\n3 4\n", "output": "3\n7\n"}, {"input": "1\n5 5", "output": "10  \n\n"}],
-        {},
-    ),
-    "APPS: inputs and outputs as JSON, in lines": (
-        "import sys\ndata = sys.stdin.read().split()\nif __name__ == '__main__':\n    print(max(data))\n"
-        "    print('done', file=sys.stderr)",
-        json.dumps({"inputs": [["3", "a b c"], "x"], "outputs": ["c\n", ["x"]]}),
-        {},
-    ),
-    "a program that recurses in a thread with a large stack": (DEEP, [{"input": "30000", "output": "30000"}], {}),
-}
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_solution_gets_exactly_one(reward: CodeReward, name: str) -> None:
-    """A right solution that gets less teaches the policy to avoid what the jail does not support."""
-    code, tests, columns = RIGHT[name]
-    answer = f"First a sketch:\n```python\npass\n```\nThen the solution:\n\n```python\n{code}\n```\nIt runs in O(n)."
-    assert score(reward, answer, tests, **columns) == 1.0
 
 
 SQUARE = "def f(n):\n    return n * n if n < 3 else None"
@@ -304,7 +142,19 @@ def earn(hours): return Money(900 * hours)
         ("def f(xs): return sorted(xs)", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 0.0, ""),
         ("def f(n): raise StopIteration", ["assert all(map(lambda n: f(n) == n, [1, 2]))"], 0.0, ""),
         ("import numpy as np\ndef f(n): return np.arange(n).sum()", ["assert f(4) == 6 and f(4) + 1 == 7"], 1.0, ""),
-        ("import sys\nprint(open('/dev/stdin').read() + sys.stdin.read())", [{"input": "ab", "output": "ab"}], 1.0, ""),
+        (
+            "import sys\nprint(open('/dev/stdin').read() + sys.stdin.read())\nprint('done', file=sys.stderr)",
+            [{"input": "ab", "output": "ab"}],
+            1.0,
+            "",
+        ),
+        (
+            "def f(x): return x",
+            "nan, *rest = f([float('nan'), float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})])\n"
+            "assert nan != nan and rest == [float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})]",
+            1.0,
+            "",
+        ),
         ("def f(n): return [n] * 3", ["import numpy as np\nassert np.array_equal(f(2), [2, 2, 2])"], 1.0, ""),
     ],
 )
@@ -378,12 +228,10 @@ def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyP
     assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
     assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)
     assert "it ended without a word" in capsys.readouterr().out
-
-    def none() -> Jail:
-        raise RewardError("none works")
-
-    monkeypatch.setattr(code_module, "find_jail", none)
-    with pytest.raises(WholeBatchError, match="none works"):
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
+    find_jail.cache_clear()
+    with pytest.raises(WholeBatchError, match="no bwrap on PATH"):
         score(reward, "f = len", ["assert f('a') == 1"])
 
 
@@ -404,23 +252,6 @@ def test_rows_without_tests_and_answers_without_an_end(reward: CodeReward, capsy
     assert named(completions=["f = len"], completion_ids=[[1]], unit_tests=[["assert f('ab') == 2"]]) == [1.0]
     mixed = [{"input": "", "output": "1", "fn": None}, None, {"input": "", "output": "2", "fn": None}]
     assert score(reward, "print(1)", mixed) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("answer", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n", "x = 2\n"),
-        ("```python\nx = 1\n```\n```bash\npython x.py\n```", "x = 1\n"),
-        ("```python\nx = '```'\ny = 2\n", "x = '```'\ny = 2\n"),
-        ('1. so:\n   ```python title="x"\n   x = 1\n   ```', "x = 1\n"),
-        ("```text\nno code\n```", ""),
-        ("```\n\n```", ""),
-    ],
-)
-def test_the_last_block_is_the_code(answer: str, code: str) -> None:
-    """A model shows a first attempt or an example of use around its solution."""
-    assert find_code(answer) == code
 
 
 def test_it_is_built_from_a_config(tmp_path: Path, tiny_tokenizer: Any, reward: CodeReward) -> None:

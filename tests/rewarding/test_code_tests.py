@@ -319,6 +319,7 @@ if __name__ == "__main__":
             {"entry_point": "double"},
             2,
         ),
+        ("def check(candidate):\n    assert candidate(1) == 2\ncheck(double)", {}, 1),
         ("def check(f):\n    assert f([]) is None", {"entry_point": "Stack().push"}, 1),
         (
             "try:\n    Stack().pop()\n    assert False\nexcept StackError as error:\n    assert 'empty' in str(error)",
