@@ -28,15 +28,12 @@ _in_time = False  # `setup_environment` has run, so a TRL that is loaded by now 
 
 @dataclass(frozen=True)
 class Stack:
-    """The heavy libraries as modules; `unsloth` is None if it is not the backend.
-
-    `peft` and `datasets` are imported on first use: they take half of the time, and some commands do not need them.
-    """
+    """The heavy libraries as modules; `peft` and `datasets`, half of the time, are imported on first use."""
 
     torch: Any
     transformers: Any
     trl: Any
-    unsloth: Any | None
+    unsloth: Any | None  # None if it is not the backend
 
     @cached_property
     def peft(self) -> Any:
@@ -55,7 +52,7 @@ _stack: Stack | None = None
 def setup_environment(
     backend: str = "auto", *, root: Path | None = None, keys: Sequence[str] = EXPECTED_KEYS
 ) -> Environment:
-    """Set up a run's environment; call it first, before torch, transformers, TRL or PEFT is imported.
+    """Set up and return a run's environment; call it before torch, transformers, TRL or PEFT is imported.
 
     Loads the project's `.env`, chooses precision and backend, sets text progress bars, moves Unsloth's compiled cache
     out of the working folder and, if Unsloth is the backend, imports it at once. A second call is harmless.
@@ -65,8 +62,6 @@ def setup_environment(
             one, as does the variable RLOO_KIT_BACKEND.
         root: folder that contains `.env`; None finds the project's root from the working directory, then the package.
         keys: names of variables to report as found, empty or missing.
-    Returns:
-        The Environment; printing it shows a table.
     Raises:
         ImportOrderError: Unsloth is the backend, but a library that it patches, or an Accelerator, came before it.
         ConfigError: an unknown value of `backend`, RLOO_KIT_BACKEND or TQDM_NOTEBOOK.
@@ -85,8 +80,8 @@ def setup_environment(
 
 
 def load_stack() -> Stack:
-    """The heavy libraries, imported in the required order; cached. Sets up the environment first if needed. Raises
-    as `setup_environment`: ImportOrderError, SetupError."""
+    """The heavy libraries, imported in the required order; cached. Sets up the environment if needed, raises as
+    `setup_environment`."""
     global _stack
     if _stack is None:
         # without a GPU, bitsandbytes logs that a faster 4-bit kernel for the CPU could be downloaded
@@ -106,8 +101,8 @@ def load_stack() -> Stack:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Print what is being loaded if it takes longer than `QUIET_S`, in the main process: in a kernel to stdout
-    (notebooks show stderr as errors), else to stderr (`--json` uses stdout)."""
+    """Print what is being loaded if it takes long: in a kernel to stdout (notebooks show stderr as errors), else to
+    stderr (`--json` uses stdout)."""
     stream = sys.stdout if "ipykernel" in sys.modules else sys.stderr
     line = threading.Timer(QUIET_S, lambda: print(f"loading {what} ...", file=stream, flush=True))
     line.daemon = True

@@ -26,6 +26,7 @@ from typer import Argument, Exit, Option
 from typer.core import TyperCommand
 
 from rloo_kit import __version__
+from rloo_kit.collective import end_processes
 from rloo_kit.errors import ConfigError, RlooKitError, shorten
 from rloo_kit.runs.files import is_disk_full
 from rloo_kit.system.console import fill_text, print_table
@@ -38,8 +39,7 @@ if TYPE_CHECKING:  # slow to import
 
 SECONDS_FOR_MAIN = 10.0
 BATCH_REFUSED, MOST_COUNTED = 125, 100  # `batch` uses the small exit codes to count runs
-# Errors of a file or its disk, not of the program.
-OF_THE_DISK = (
+OF_THE_DISK = (  # errors of a file or its disk, not of the program
     errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
     errno.EIO,
 )  # fmt: skip
@@ -92,15 +92,16 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise Exit(INTERRUPTED) from None
     except Exception as error:
-        why = ""
         if is_disk_full(error):
-            why = f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))}): free some "
-            why += "space, then repeat the command"
+            what = f"the disk is full, or a quota is used up ({type(error).__name__}: {shorten(str(error))})"
+            shown = f"rloo-kit: {what}: free some space, then repeat the command"
         elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_DISK:
-            why = f"{error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
-        if not why and refused == REFUSED:
+            shown = f"rloo-kit: {error.filename if error.filename2 is None else error.filename2}: {error.strerror}"
+        elif refused == REFUSED:
             raise
-        print(f"rloo-kit: {why}" if why else traceback.format_exc(), file=sys.stderr, flush=True)
+        else:
+            shown = traceback.format_exc()
+        print(shown, file=sys.stderr, flush=True)
         raise Exit(refused) from None
 
 
@@ -128,30 +129,22 @@ def print_found(found: Any, json: bool) -> None:
 
 
 def read_config(file: Path, overrides: list[str] | None, read: "Callable[..., RunConfig] | None" = None) -> "RunConfig":
-    """What `read` (`load_config`) makes of them, with its warnings as lines on stderr. Later calls in the same command
-    do not repeat them."""
+    """What `read` (`load_config`) makes of them; its warnings are lines on stderr, once in a command."""
     from rloo_kit.config.run import load_config
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FutureWarning)
         try:
-            found = (read or load_config)(file, *(overrides or []))
+            run = (read or load_config)(file, *(overrides or []))
         finally:
             for warning in caught if is_main_process() else []:
                 print(f"rloo-kit: {warning.message}", file=sys.stderr)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"rloo_kit\.")
-    return found
-
-
-def read_run(source: Path, overrides: list[str] | None) -> "RunConfig":
-    """`read_config` of a run's config file or of its folder, even if the folder was moved."""
-    from rloo_kit.runs.find import find_run
-
-    return read_config(source, overrides, find_run)
+    return run
 
 
 def say_activation() -> None:
-    """Print how to activate the environment, after printed next commands, if the shell does not find `rloo-kit`."""
+    """Print how to activate the environment if the shell does not find `rloo-kit`."""
     script = Path(sys.prefix, "bin", "activate")
     if shutil.which("rloo-kit") is None and script.is_file():
         nearby = os.path.relpath(script)
@@ -349,9 +342,8 @@ def train(
     run = read_config(file, overrides)
     if resume and not accept_changes and is_over(run):
         result = load_result(run)
-        verdict = judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
         say(f"the run in {run.folder} is finished already (step {result.steps}); nothing was changed")
-        say(verdict)
+        say(judge_run(run, result, load_evaluation(run, "before"), load_evaluation(run, "after")))
         say_activation()
         return
     prepared = check(run, FolderUse(resume, overwrite))
@@ -370,8 +362,6 @@ def train(
         except KeyboardInterrupt:  # outside training, which handles its own
             say(f"interrupted; to go on: {run_dir.resume_command}")
             raise
-    from rloo_kit.collective import end_processes
-
     end_processes()
     if stopped:
         raise Exit(INTERRUPTED)
@@ -439,7 +429,6 @@ def evaluate(
         overrides.append(f"model.{key}={write_value(str(folder))}")
     run = read_config(file, overrides)
     policy, data = prepare(run, check(run))
-    from rloo_kit.collective import end_processes
     from rloo_kit.evals.evaluate import evaluate as measure
 
     found = measure(run, policy, data.test, label=f"of {adapter or run.model.name}")
@@ -469,13 +458,14 @@ def report(
         return
     if not runs or output is not None:
         raise ConfigError("--output needs several runs" if runs else "name a run: its folder or its config")
-    run = read_run(runs[0], overrides)
+    from rloo_kit.runs.find import find_run
+
+    run = read_config(runs[0], overrides, find_run)
     from rloo_kit.results.report import write_report
     from rloo_kit.results.verdict import load_evaluation, load_result
 
-    result = load_result(run)
-    path = write_report(run, result, load_evaluation(run, "before"), load_evaluation(run, "after"))
-    print(f"report: {path}")
+    evaluations = (load_evaluation(run, when) for when in ("before", "after"))
+    print(f"report: {write_report(run, load_result(run), *evaluations)}")
 
 
 @command()
@@ -558,7 +548,7 @@ def ask(
 
 @contextmanager
 def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
-    """The stream for answers. With `--json` all other output goes to stderr, including what C libraries write."""
+    """The stream for answers. With `--json` all other output goes to stderr, that of C libraries too."""
     if not json:
         yield sys.stdout
         return
@@ -585,10 +575,10 @@ def export(
     json: JsonLine = False,
 ) -> None:
     """Export a trained model for other programs, and compare it with the policy in those programs."""
-    run = read_run(source, overrides)
     import rloo_kit as kit
+    from rloo_kit.runs.find import find_run
 
-    kit.setup_environment(run.model.backend)
+    kit.setup_environment(read_config(source, overrides, find_run).model.backend)
     asked: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "output": output, "num_prompts": prompts}
     found = kit.export_model(source, to, *(overrides or []), push=push, overwrite=overwrite, **asked)
     say(found)

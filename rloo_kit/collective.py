@@ -15,15 +15,15 @@ from rloo_kit.errors import RlooKitError, SetupError
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, local_index, process_index
 
 TIMEOUT = timedelta(hours=3)  # for processes that wait for another's long rollout; one that dies ends all at once
-RELEASE_S = 0.5  # for gloo's threads to drop the tensors of a call that has returned
+# For gloo's threads to drop their tensors: one that does so while the interpreter exits aborts the process, see
+# https://github.com/pytorch/pytorch/issues/190489.
+RELEASE_S = 0.5
 
 
 def start_processes() -> None:
-    """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time.
-
-    NCCL and the GPU of LOCAL_RANK; gloo and the CPU without a GPU or with ACCELERATE_USE_CPU. Raises SetupError if
-    there are more processes on this machine than GPUs.
-    """
+    """Join the processes of the run and take this one's device, before a model is loaded; harmless a second time. NCCL
+    and the GPU of LOCAL_RANK; gloo and the CPU without a GPU or with ACCELERATE_USE_CPU. Raises SetupError if there are
+    more processes on this machine than GPUs."""
     if not is_distributed():
         return
     torch = load_stack().torch
@@ -64,36 +64,34 @@ def share(value: Any) -> Any:
     """The main process's `value`, in every process, pickled; the others' values are ignored."""
     if not _has_group():
         return value
-    distributed = load_stack().torch.distributed
     box = [value]
-    distributed.broadcast_object_list(box, src=0)
+    load_stack().torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def share_from_main(work: Callable[[], Any]) -> Any:
-    """The result of `work` in the main process, in every process; an error ends all of them: as it is in the main one,
-    in the others as one of the kit's."""
-    found, error, refusal = None, None, None
+    """The result of `work` in the main process, in every process; an error ends all of them, the others with one of the
+    kit's."""
+    result, error, refusal = None, None, None
     if is_main_process():
         try:
-            found = work()
+            result = work()
         except Exception as problem:
             error = problem
             refusal = problem if isinstance(problem, RlooKitError) else RlooKitError(f"the main process: {problem!r}")
-    found, refusal = share((found, refusal))
+    result, refusal = share((result, refusal))
     if refusal is not None:
         raise error or refusal
-    return found
+    return result
 
 
 def gather_objects(value: Any) -> list[Any]:
     """The `value` of each process, pickled, in the order of their ranks, in every process."""
     if not _has_group():
         return [value]
-    distributed = load_stack().torch.distributed
-    found = [None] * count_processes()
-    distributed.all_gather_object(found, value)
-    return found
+    gathered = [None] * count_processes()
+    load_stack().torch.distributed.all_gather_object(gathered, value)
+    return gathered
 
 
 def gather_lists(values: list[Any]) -> list[Any]:
@@ -113,17 +111,10 @@ def share_of(values: Sequence[Any]) -> range:
 
 
 def end_processes() -> None:
-    """Wait for all and leave the group; the last call of a run's process.
-
-    NCCL warns about a process that exits inside its group. gloo's threads survive while torch itself still refers to
-    the group (DDP's reducer, a device mesh), and a thread that drops a tensor while the interpreter exits aborts the
-    process (https://github.com/pytorch/pytorch/issues/190489). A short wait lets them drop it first.
-    """
-    if not is_distributed():
-        return
-    distributed = load_stack().torch.distributed
-    if distributed.is_initialized():
+    """Wait for all and leave the group; the last call of a run's process. NCCL warns about one that exits inside it."""
+    if is_distributed() and load_stack().torch.distributed.is_initialized():
         wait_for_all()
+        distributed = load_stack().torch.distributed
         has_gloo = "gloo" in str(distributed.get_backend())
         distributed.destroy_process_group()
         if has_gloo:
@@ -134,7 +125,6 @@ def _has_group() -> bool:
     """Whether there are other processes; starts the group if need be."""
     if not is_distributed():
         return False
-    distributed = load_stack().torch.distributed
-    if not distributed.is_initialized():
+    if not load_stack().torch.distributed.is_initialized():
         start_processes()
-    return bool(distributed.is_initialized())
+    return bool(load_stack().torch.distributed.is_initialized())

@@ -20,13 +20,14 @@ def hide(values: Iterable[str]) -> None:
     """From now on `mask` replaces these secret values, and so does whatever cuts or prints a text here."""
     global _pattern
     _hidden.update(filter(None, values))
-    spelled = ["".join(map(_spell, re.sub(r"\\+", r"\\", one))) for one in sorted(_hidden, key=len, reverse=True)]
+    longest_first = sorted(_hidden, key=len, reverse=True)
+    spelled = ["".join(map(_spell, re.sub(r"\\+", r"\\", secret))) for secret in longest_first]
     _pattern = re.compile("|".join(spelled)) if spelled else None
 
 
 def _spell(letter: str) -> str:
     """A pattern of a secret's character: as it is, or as JSON, Python or an address (%2F, %252F) has it, behind any
-    number of backslashes, since a text may be quoted several times; a run of backslashes is one character."""
+    number of backslashes (quoted several times); a run of backslashes is one character."""
     if letter == "\\":
         return r"(?:(?:\\{1,99}+(?i:u005c|x5c)|%(?:25){0,9}5[cC]){1,99}+|\\{1,99}+)"
     quoted = {json.dumps(letter)[1:-1], ascii(letter)[1:-1], f"u{ord(letter):04x}", letter.replace(" ", "+")}

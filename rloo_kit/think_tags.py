@@ -30,11 +30,8 @@ class ThinkTags:
 
 
 def bind_think_tags(tokenizer: Any) -> ThinkTags:
-    """The IDs of `<think>` and `</think>` in `tokenizer` (anything with `get_vocab()`).
-
-    Raises:
-        TokenizerError: the tokenizer has Qwen3's chat tokens at Qwen3's IDs, but its thinking tags elsewhere.
-    """
+    """The IDs of `<think>` and `</think>` in `tokenizer` (anything with `get_vocab()`). Raises TokenizerError if it has
+    Qwen3's chat tokens at Qwen3's IDs, but its thinking tags elsewhere."""
     vocab = tokenizer.get_vocab()
     tags = ThinkTags(vocab.get(THINK_START), vocab.get(THINK_END))
     if vocab.get("<|im_end|>") == QWEN3_IDS["<|im_end|>"] and "<tool_response>" in vocab:  # not in Qwen2.5's
@@ -57,24 +54,21 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def split_thinking(ids: list[int], tokenizer: Any, tags: ThinkTags, opened: bool) -> tuple[str, str]:
-    """Thinking and answer of a completion as text, split at the last `</think>` by its ID, as `answer_reward` does.
+    """Thinking and answer of a completion, (C,), as text, split at the last `</think>` by ID, as `answer_reward` does.
 
-    Args:
-        ids: the completion, (C,). Without `</think>` it is all thinking if it holds `<think>` or the prompt `opened`
-            the thinking, else all answer.
-        opened: `opens_thinking` of the rendered prompt.
+    Without `</think>` it is all thinking if it holds `<think>` or the prompt `opened` the thinking (`opens_thinking`),
+    else all answer.
     """
     if tags.end_id is not None and tags.end_id in ids:
-        cut = len(ids) - 1 - ids[::-1].index(tags.end_id)
-        thinking, answer = ids[:cut], ids[cut + 1 :]
+        end = _after_last(tags.end_id, ids)
+        thinking, answer = ids[: end - 1], ids[end:]
     elif opened or (tags.start_id is not None and tags.start_id in ids):
         thinking, answer = ids, []
     else:
         thinking, answer = [], ids
     if tags.start_id in thinking[:1]:
         thinking = thinking[1:]
-    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() if part else "" for part in (thinking, answer)]
-    return texts[0], texts[1]
+    return _decode(thinking, tokenizer).strip(), _decode(answer, tokenizer).strip()
 
 
 def count_thinking(turns: list[list[int]], end_id: int | None) -> int:
@@ -94,26 +88,25 @@ def count_closing(ids: list[int], forced: Iterable[tuple[int, int]], end_id: int
 
 
 def answer_offset(text: str, ids: list[int], tokenizer: Any, tags: ThinkTags) -> int | None:
-    """Where the answer begins in a completion's text, in characters: behind the last `</think>` by ID; None without.
-
-    Args:
-        text: `ids` decoded without special tokens. ids: the completion, (C,).
-    """
+    """Where the answer begins in a completion's text (`ids`, (C,), decoded without special tokens), in characters:
+    behind the last `</think>` by ID; None without one."""
     if tags.end_id is None or tags.end_id not in ids:
         return None
     count = ids.count(tags.end_id)
     if text.count(THINK_END) == count:  # every tag of the text is one by ID, so that nothing has to be decoded
         return text.rindex(THINK_END) + len(THINK_END)
-    cut = len(ids) - ids[::-1].index(tags.end_id)
-    return min(len(tokenizer.decode(ids[:cut], skip_special_tokens=True)), len(text))
+    return min(len(_decode(ids[: _after_last(tags.end_id, ids)], tokenizer)), len(text))
 
 
 def span_offsets(span: tuple[int, int], ids: list[int], tokenizer: Any) -> list[int]:
-    """Start and end in characters of the text of some of a completion's tokens.
+    """Start and end in a completion's text, in characters, of `span`: (start, end) in its tokens `ids`, (C,)."""
+    start = len(_decode(ids[: span[0]], tokenizer))
+    return [start, start + len(_decode(ids[span[0] : span[1]], tokenizer))]
 
-    Args:
-        span: (start, end) in tokens. ids: the completion, (C,).
-    """
-    before, within = ids[: span[0]], ids[span[0] : span[1]]
-    lengths = [len(tokenizer.decode(part, skip_special_tokens=True)) if part else 0 for part in (before, within)]
-    return [lengths[0], sum(lengths)]
+
+def _after_last(end_id: int, ids: list[int]) -> int:
+    return len(ids) - ids[::-1].index(end_id)
+
+
+def _decode(ids: list[int], tokenizer: Any) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True) if ids else ""

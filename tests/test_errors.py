@@ -1,12 +1,10 @@
 """The text of the kit's errors: short, and printable whatever a user gave."""
 
 import json
-from collections.abc import Iterator
 from urllib.parse import quote, quote_plus, urlencode
 
 import pytest
 
-from rloo_kit import errors
 from rloo_kit.errors import (
     LONGEST_LINE,
     MOST_LINES,
@@ -43,15 +41,6 @@ def test_an_excerpt_has_no_repr_to_fail() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert excerpt(10**5000) == "a value of type int" and excerpt(deep) == "a value of type list"
-    assert excerpt("x" * 500, 20) == "'" + "x" * 16 + "..."
-
-
-@pytest.fixture
-def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test hides is not hidden in later ones."""
-    monkeypatch.setattr(errors, "_hidden", set())
-    monkeypatch.setattr(errors, "_pattern", None)
-    yield
 
 
 KEYS = (
@@ -76,7 +65,6 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("nothing_hidden")
 @pytest.mark.parametrize("how", SPELLINGS)
 def test_a_secret_is_masked_in_every_spelling(how: str) -> None:
     """A server echoed a key as JSON writes it (abc\\/def), an HTTP library percent-encoded it in an address: a search
@@ -90,29 +78,22 @@ def test_a_secret_is_masked_in_every_spelling(how: str) -> None:
             assert str(error).count("***") == 1 and describe_error(error).count("***") == 1
     hide(["sk-\udce9-of-latin-1"])  # a variable's bytes that are no UTF-8
     assert [mask(f"sk-{one}-of-latin-1") for one in ("\udce9", "\\udce9", "%E9", "\\xe9")] == ["***"] * 4
-    assert mask("/4711+abc is half a key, and sk-canary/4711+abc another one") == (
-        "/4711+abc is half a key, and sk-canary/4711+abc another one"
-    )
+    other = "/4711+abc is half a key, and sk-canary/4711+abc another one"
+    assert mask(other) == other
 
 
-@pytest.mark.usefixtures("nothing_hidden")
 def test_no_cut_leaves_half_a_secret() -> None:
     """A limit of 500 characters cut an error within the key, and what was left no longer looked like it."""
     key = KEYS[0]
     hide([key])
     for length in range(40, 140):
-        found = (
-            excerpt("x" * (length - 30) + key + "y" * 99, length),
-            shorten("x" * (length - 30) + key + "y" * 99, length),
-        )
-        lines = "\n".join(
-            ["x" * (LONGEST_LINE - length) + key + "y" * 999, "x" * 999 + key + "y" * (250 - length % 40)]
-        )
-        for text in (*found, str(RewardError(lines)), describe_error(OSError(lines))):
+        line = "x" * (length - 30) + key + "y" * 99
+        lines = "x" * (LONGEST_LINE - length) + key + "y" * 999 + "\n" + "x" * 999 + key + "y" * (250 - length % 40)
+        cut = (excerpt(line, length), shorten(line, length), str(RewardError(lines)), describe_error(OSError(lines)))
+        for text in cut:
             assert not any(key[at : at + 4] in text for at in range(len(key) - 3)), text
 
 
-@pytest.mark.usefixtures("nothing_hidden")
 def test_of_secrets_that_begin_alike_the_longer_is_masked_whole() -> None:
     """With the shorter one first, the rest of the longer one stayed: ***-production."""
     hide(["sk-abc", "sk-abc-production"])
@@ -122,12 +103,10 @@ def test_of_secrets_that_begin_alike_the_longer_is_masked_whole() -> None:
 
 def test_without_a_secret_nothing_is_masked() -> None:
     """An empty value, of a variable that is not set, would match everywhere."""
-    if errors._pattern is None:
-        hide([""])
-        assert errors._pattern is None and mask("text") == "text"
+    hide([""])
+    assert mask("text") == "text"
 
 
-@pytest.mark.usefixtures("nothing_hidden")
 @pytest.mark.parametrize("text", ["\\" * 300_000, "%25" * 100_000, '\\\\"' * 100_000, "+ " * 150_000, "%5c%" * 75_000])
 def test_a_text_made_to_be_slow_is_masked_in_time(text: str) -> None:
     """A pattern that tries each way to read a run of backslashes takes minutes for a result that a tool found in the

@@ -14,11 +14,6 @@ def tokenizer(**changed: int) -> Any:
     return SimpleNamespace(get_vocab=lambda: vocabulary)
 
 
-def test_qwen3_has_its_tags_at_its_ids() -> None:
-    """151668 decides every reward of the kit."""
-    assert bind_think_tags(tokenizer()) == ThinkTags(151667, 151668)
-
-
 @pytest.mark.parametrize(("tag", "true_id"), [("think", 151667), ("/think", 151668)])
 def test_a_qwen3_tokenizer_with_the_tag_elsewhere_is_refused(tag: str, true_id: int) -> None:
     """A tokenizer saved after `add_tokens(["</think>"])` has the tag at the end: no completion would ever close."""
@@ -26,8 +21,9 @@ def test_a_qwen3_tokenizer_with_the_tag_elsewhere_is_refused(tag: str, true_id: 
         bind_think_tags(tokenizer(**{tag: 151669}))
 
 
-def test_any_other_tokenizer_says_itself_where_its_tags_are() -> None:
-    """The embedded model's compact vocabulary has them in its 320 rows; a base model has none."""
+def test_each_tokenizer_says_itself_where_its_tags_are() -> None:
+    """151668 decides every reward of Qwen3; the embedded model's compact vocabulary has others, a base model none."""
+    assert bind_think_tags(tokenizer()) == ThinkTags(151667, 151668)
     compact = SimpleNamespace(get_vocab=lambda: {"<|im_start|>": 257, "<think>": 259, "</think>": 260})
     assert bind_think_tags(compact) == ThinkTags(259, 260)
     assert bind_think_tags(SimpleNamespace(get_vocab=dict)) == ThinkTags(None, None)
@@ -54,19 +50,15 @@ def ids_of(text: str) -> list[int]:
         ([*ids_of("a"), 260, *ids_of("b"), 260, *ids_of("42")], "42"),  # the last one, as answer_reward does
         ([*ids_of("a </think> b"), 260, *ids_of("42")], "42"),  # spelled in ordinary tokens before
         ([*ids_of("a"), 260, *ids_of("</think> 42")], "</think> 42"),  # and behind: the id decides
+        (ids_of("a </think> b"), None),
     ],
 )
-def test_the_answer_begins_behind_the_last_tag_by_its_id(ids: list[int], answer: str) -> None:
+def test_the_answer_begins_behind_the_last_tag_by_its_id(ids: list[int], answer: str | None) -> None:
     """Readers of rollouts have no tokenizer, and the text may spell the tag."""
     text = Letters().decode(ids, skip_special_tokens=True)
     start = answer_offset(text, ids, Letters(), ThinkTags(259, 260))
-    assert start is not None and text[start:] == answer
-
-
-def test_without_a_tag_by_id_there_is_no_answer_offset() -> None:
-    ids = ids_of("a </think> b")
-    assert answer_offset("a </think> b", ids, Letters(), ThinkTags(259, 260)) is None
-    assert answer_offset("a </think> b", ids, Letters(), ThinkTags(None, None)) is None
+    assert (None if start is None else text[start:]) == answer
+    assert answer_offset(text, ids, Letters(), ThinkTags(None, None)) is None
 
 
 def test_forced_tokens_are_found_in_the_text() -> None:

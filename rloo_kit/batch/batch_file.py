@@ -23,16 +23,7 @@ from rloo_kit.config.section import Section, apply_override, explain_errors, sug
 from rloo_kit.config.yaml_files import read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
-from rloo_kit.system.input_files import (
-    Key,
-    expand_user,
-    find_input,
-    from_here,
-    is_file,
-    places_of,
-    read_text,
-    working_folder,
-)
+from rloo_kit.system.input_files import find_input, from_here, is_file, places_of, read_text
 from rloo_kit.system.problems import errors_of
 
 TAG = "parameters"  # papermill inserts its values after the first cell with this tag
@@ -41,36 +32,29 @@ MOST_BYTES = 2**30  # of a notebook with its outputs
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook's file.
-
-    Attributes:
-        path: absolute.
-        cell: source of the cell tagged `parameters`; None without one.
-        declared: each name that the cell assigns, with its value (None if that is not a literal).
-        reads_parameters: whether it calls `read_parameters`, which accepts more names than the cell declares.
-    """
+    """A notebook's file; its `path` is absolute."""
 
     path: Path
-    cell: str | None
-    declared: dict[str, Any]
-    reads_parameters: bool
+    cell: str | None  # source of the cell tagged `parameters`
+    declared: dict[str, Any]  # each name that the cell assigns, with its value (None if that is not a literal)
+    reads_parameters: bool  # it calls `read_parameters`, which accepts more names than the cell declares
 
 
 def read_notebook(path: Path) -> Notebook:
     """The notebook at `path`. Raises ConfigError if it is not format 4, or its parameters cell is not plain Python."""
     try:
-        found = json.loads(read_text(path, MOST_BYTES))
-        cells = [cell for cell in found["cells"] if cell["cell_type"] == "code"]
+        content = json.loads(read_text(path, MOST_BYTES))
+        cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
-        tagged = [cell for cell in cells if TAG in list(cell.get("metadata", {}).get("tags") or ())]
-        if found["nbformat"] != 4:
-            raise ValueError(f"nbformat is {found['nbformat']}")
+        tagged = ["".join(cell["source"]) for cell in cells if TAG in list(cell.get("metadata", {}).get("tags") or ())]
+        if content["nbformat"] != 4:
+            raise ValueError(f"nbformat is {content['nbformat']}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a notebook of format 4 (.ipynb): {type(error).__name__}: {excerpt(str(error))}; save it "
             "again from Jupyter"
         ) from None
-    source = "".join(tagged[0]["source"]) if tagged else None
+    source = tagged[0] if tagged else None
     try:
         declared = _read_assignments(source or "")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # a NUL; nesting beyond the parser's depth
@@ -81,7 +65,7 @@ def read_notebook(path: Path) -> Notebook:
 
 def _read_assignments(source: str) -> dict[str, Any]:
     """Each name that the code assigns, with its value; None if that is not a literal."""
-    found: dict[str, Any] = {}
+    assigned: dict[str, Any] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             try:
@@ -89,8 +73,8 @@ def _read_assignments(source: str) -> dict[str, Any]:
             except (ValueError, TypeError, RecursionError, MemoryError):
                 value = None
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-    return found
+            assigned |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return assigned
 
 
 GIVEN = ("run_name", "output_dir", "resume", "overwrite")  # parameters that the batch sets for each run
@@ -157,11 +141,11 @@ class BatchFile(Section):
                 if not _is_plain(value):
                     plain = "text, finite numbers, true, false, null and lists of these"
                     raise ValueError(f"{key}.{name}: is {excerpt(value)}; it takes {plain}")
-        runs = len(self.runs) + (math.prod(map(len, self.grid.values())) if self.grid else 0)
-        if not runs:
+        if not self.runs and not self.grid:
             raise ValueError("there is nothing to run; give a grid or runs")
-        if runs > MOST_RUNS:
-            raise ValueError(f"grid and runs give {runs:,} runs; a batch has at most {MOST_RUNS:,}: split it")
+        count = len(self.runs) + (math.prod(map(len, self.grid.values())) if self.grid else 0)
+        if count > MOST_RUNS:
+            raise ValueError(f"grid and runs give {count:,} runs; a batch has at most {MOST_RUNS:,}: split it")
         if self.notebook is None and (self.grid or any(entry.notebook is None for entry in self.runs)):
             raise ValueError("notebook: missing, but the grid and runs without one of their own need it; add it")
         return self
@@ -192,16 +176,11 @@ class Batch:
 
 
 def load_batch(path: str | Path, *overrides: str) -> Batch:
-    """The batch that a YAML file describes.
+    """The batch that a YAML file describes, with `overrides` such as "name=short" or "grid.seed=[0, 1]".
 
-    Args:
-        path: the file. Relative notebooks, and the parameter `config`, are looked up in the working folder, then next
-            to the file, then in the kit's own folder.
-        overrides: `key=value`, as on the command line: "name=short", "parameters.max_steps=20", "grid.seed=[0, 1]".
-
-    Raises:
-        ConfigError: everything that is wrong with it: keys, missing notebooks, parameters that a notebook does not
-            know or whose values its configuration refuses, duplicate runs.
+    Relative notebooks, and the parameter `config`, are looked up in the working folder, then next to the file, then in
+    the kit's own folder. Raises ConfigError with everything that is wrong: keys, missing notebooks, parameters that a
+    notebook does not know or whose values its configuration refuses, duplicate runs.
     """
     path = from_here(path)
     values, lines = read_file(path)
@@ -210,7 +189,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
             f"{path} is the config of a single run, not a batch; use rloo-kit train {path}, or name a notebook that "
             "reads it in a batch file such as configs/batch_arithmetic.yaml"
         )
-    changed: dict[Key, str] = {apply_override(values, override, BatchFile): override for override in overrides}
+    changed = {apply_override(values, override, BatchFile): override for override in overrides}
     if "jobs" in values:
         raise ConfigError(f"{path}: {NO_JOBS}")
     if values.get("name") is None:
@@ -219,7 +198,7 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
         file = BatchFile.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, BatchFile, file=path, lines=lines, changed=changed)) from None
-    output_dir = working_folder() / expand_user(file.output_dir, f"{path}: output_dir")
+    output_dir = places_of(file.output_dir, f"{path}: output_dir")[0]
     runs, problems = _list_runs(file, path.parent)
     problems += _find_duplicates(runs)
     having: dict[str, str] = {}  # each fault of the parameters, with the first run that has it
@@ -230,12 +209,11 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     problems += [f"{name}: {problem}" for problem, name in having.items()]
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
-    return Batch(file.name, output_dir.absolute() / file.name, runs)
+    return Batch(file.name, output_dir / file.name, runs)
 
 
 def _list_runs(file: BatchFile, next_to: Path) -> tuple[list[BatchRun], list[str]]:
-    """The runs of the grid, then the single ones; and what is wrong with their notebooks. `next_to`: the file's
-    folder."""
+    """The runs of the grid, then the single ones, and what is wrong with their notebooks; the file is in `next_to`."""
     combinations = itertools.product(*file.grid.values()) if file.grid else ()
     entries = [RunEntry(parameters=dict(zip(file.grid, values, strict=True))) for values in combinations]
     runs: list[BatchRun] = []
@@ -292,16 +270,14 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
 
 
 def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
-    """Faults of a run's parameters, found without running it: names that the notebook's cell does not know; if it calls
-    `read_parameters`, also values that it or the configuration refuses, and faults of model, data and rewards. `looked`
-    caches these by the sections that determine them."""
+    """Faults of a run's parameters: names that the notebook's cell does not know; if it calls `read_parameters`, also
+    values that it or the configuration refuses, and faults of model, data and rewards, which `looked` caches."""
     notebook = run.notebook
     if run.parameters and notebook.cell is None:
         return [f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
     if given := [name for name in GIVEN if name in run.parameters]:
-        return [
-            f"{name} is set by the batch, as it gives each run its folder and resumes it; remove it" for name in given
-        ]
+        why = "is set by the batch, as it gives each run its folder and resumes it; remove it"
+        return [f"{name} {why}" for name in given]
     if not notebook.reads_parameters:
         unknown = [name for name in run.parameters if name not in notebook.declared]
         known = list(notebook.declared)
@@ -311,10 +287,10 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the run itself warns, in its notebook
             parameters = read_parameters({**run.resolved, "In": ["", notebook.cell or "", added]})
-            found = load_config(parameters.config, *parameters.overrides)
-            key = repr([found.model, found.data, found.rewards])
+            config = load_config(parameters.config, *parameters.overrides)
+            key = repr([config.model, config.data, config.rewards])
             if key not in looked:
-                looked[key] = [str(fault) for fault in errors_of(find_faults(found))]
+                looked[key] = [str(fault) for fault in errors_of(find_faults(config))]
             return looked[key]
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()

@@ -44,32 +44,22 @@ SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its ste
 
 @dataclass
 class RunStatus:
-    """The status of one run: its `status.json`.
-
-    Attributes:
-        parameters: those of the batch file.
-        started, ended: of the last attempt. seconds: of all attempts that contributed to the result.
-        error: why it is not done. attempts: number of starts.
-    """
+    """The status of one run: its `status.json`."""
 
     name: str
     notebook: str
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)  # those of the batch file
     state: State = "waiting"
-    started: str | None = None
+    started: str | None = None  # the last attempt
     ended: str | None = None
-    seconds: float = 0.0
-    error: str | None = None
+    seconds: float = 0.0  # of all attempts that contributed to the result
+    error: str | None = None  # why it is not done
     attempts: int = 0
 
 
 @dataclass
 class BatchResult:
-    """The result of a batch.
-
-    Attributes:
-        statuses: one per run. interrupted: whether a signal ended it. files: comparison.html.
-    """
+    """The result of a batch: one status per run, and the comparison's file. `interrupted`: a signal ended it."""
 
     folder: Path
     statuses: list[RunStatus]
@@ -87,13 +77,10 @@ class BatchResult:
         return sum(status.state != "done" for status in self.statuses)
 
 
-def run_batch(
-    batch: Batch, *, resume: bool = False, overwrite: bool = False, command: str = "run_batch(..., resume=True)"
-) -> BatchResult:
+def run_batch(batch: Batch, *, resume: bool, overwrite: bool, command: str) -> BatchResult:
     """Run every run of `batch` that is not done, one after the other; a failing run does not stop the others.
 
     Args:
-        batch: the checked batch.
         resume: keep what is done, and run what is not.
         overwrite: delete the files of the batch in its folder (nothing else in it) and start over.
         command: the printed command that resumes the batch.
@@ -145,31 +132,28 @@ def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> d
             f"the batch's folder {batch.folder} cannot be written: {error.strerror or error}; choose another place "
             "with output_dir=... or another name with name=..."
         ) from error
-    found, changed = {}, []
+    opened, changed = {}, []
     for run in batch.runs:
         fresh = RunStatus(run.name, str(run.notebook.path), run.parameters)
-        one = found[run.name] = statuses.get(run.name, fresh) if resume else fresh
-        given = ({"the notebook": status.notebook, **status.parameters} for status in (one, fresh))
+        status = opened[run.name] = statuses.get(run.name, fresh) if resume else fresh
+        given = ({"the notebook": side.notebook, **side.parameters} for side in (status, fresh))
         changes = [f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed_keys(*given).items()]
         changed += [f"{run.name}: {', '.join(changes)}"] if changes else []
-        if one.state == "running":
-            one.state, one.error = "killed", "its batch was killed (SIGKILL, a crash, a power failure)"
+        if status.state == "running":
+            status.state, status.error = "killed", "its batch was killed (SIGKILL, a crash, a power failure)"
     if changed:
-        raise ConfigError(
-            "--resume, but runs have changed since they started:\n"
-            + "\n".join(changed)
-            + "\nchange them back, give them another name, or start the batch over with --overwrite"
-        )
-    return found
+        fix = "change them back, give them another name, or start the batch over with --overwrite"
+        raise ConfigError("\n".join(["--resume, but runs have changed since they started:", *changed, fix]))
+    return opened
 
 
 def find_statuses(folder: Path) -> dict[str, RunStatus]:
     """The statuses of all runs of a batch in the folder, by the names of their folders."""
-    found = {}
+    statuses = {}
     for path in sorted(folder.glob(f"*/{STATUS}")):
         with suppress(ValidationError):  # damaged, or of something else
-            found[path.parent.name] = TypeAdapter(RunStatus).validate_python(read_object(path))
-    return found
+            statuses[path.parent.name] = TypeAdapter(RunStatus).validate_python(read_object(path))
+    return statuses
 
 
 def count_states(statuses: dict[str, RunStatus]) -> str:
@@ -179,7 +163,6 @@ def count_states(statuses: dict[str, RunStatus]) -> str:
 
 
 def first_line(error: str) -> str:
-    """The first line of an error, shortened."""
     return shorten(error.strip().partition("\n")[0], 200)
 
 
@@ -206,8 +189,8 @@ class BatchRunner:
         for run in waiting:
             if not self.signals:
                 self._run(run)
-        found, files = self._compare()
-        self.print("\n".join([*([str(found)] if found else []), *(f"comparison: {path}" for path in files)]))
+        comparison, files = self._compare()
+        self.print("\n".join([*([str(comparison)] if comparison else []), *(f"comparison: {path}" for path in files)]))
         result = BatchResult(self.batch.folder, list(self.statuses.values()), False, files)
         result.interrupted = bool(self.signals and result.not_done)
         go_on = f"; to go on: {self.command}" if result.not_done else ""
@@ -287,8 +270,8 @@ class BatchRunner:
             trains = {"run_name", "output_dir"} <= run.notebook.declared.keys()
             if training == "finished" or (training is None and not trains):
                 return "done", None
-            found = f"its training run is '{training}'" if training else "it left no training run"
-            why = f"the notebook ended cleanly, but {found} ({TRAINING}/status.json)"
+            left = f"its training run is '{training}'" if training else "it left no training run"
+            why = f"the notebook ended cleanly, but {left} ({TRAINING}/status.json)"
         except PapermillExecutionError as error:
             why = f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
             logger.error(str(error))
@@ -335,25 +318,24 @@ class BatchRunner:
         names = [run.name.removeprefix(f"{run.notebook.path.stem}-") for run in trained]
         if len(set(names)) < len(names):
             names = [run.name for run in trained]
+        folders = [self.training(run.name).folder for run in trained]
         try:
-            found = None
-            if len(trained) > 1:
-                found = compare_runs([self.training(run.name).folder for run in trained], names)
-            return found, [self._write_page(found)]
+            comparison = compare_runs(folders, names) if len(trained) > 1 else None
+            return comparison, [self._write_page(comparison)]
         except Exception as error:  # the files may come from any notebook; a figure must not end a batch
             self.print(f"the comparison could not be written: {type(error).__name__}: {error}")
             return None, []
 
-    def _write_page(self, found: RunComparison | None) -> Path:
+    def _write_page(self, comparison: RunComparison | None) -> Path:
         rows = []
-        for name, one in self.statuses.items():
+        for name, status in self.statuses.items():
             pages = [f"{name}/{TRAINING}/report.html", f"{name}/{NOTEBOOK}", f"{name}/{LOG}"]
             link = next((page for page in pages if (self.batch.folder / page).is_file()), "")
-            seconds = format_duration(one.seconds) if one.seconds else "-"
-            state = Cell(one.state, tone=TONES.get(one.state, ""), under=first_line(one.error or ""))
+            seconds = format_duration(status.seconds) if status.seconds else "-"
+            state = Cell(status.state, tone=TONES.get(status.state, ""), under=first_line(status.error or ""))
             rows.append((Cell(name, link=link), state, seconds))
         values: dict[str, Any] = {"summary": [], "tables": [], "curves": None}
-        values |= page_values(found, self.batch.folder) if found else {}
+        values |= page_values(comparison, self.batch.folder) if comparison else {}
         values["summary"].insert(0, f"{len(rows)} runs: {count_states(self.statuses)}.")
         values["tables"].append(("The batch", Table("The batch", ("run", "state", "time"), rows), ""))
         values |= {"heading": self.batch.name, "title": f"{self.batch.name} - batch of RLOO runs"}

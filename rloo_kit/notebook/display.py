@@ -43,12 +43,11 @@ def _shown(display: _Display) -> _Display:
 
 @dataclass(repr=False)
 class TrainingPlot:
-    """The curves of a run; displays itself in a notebook. `summary`: one line with the steps, and each metric at the
-    start and the end. `notes`: what was not drawn, and why."""
+    """The curves of a run; displays itself in a notebook."""
 
-    summary: str
+    summary: str  # one line with the steps, and each metric at the start and the end
     curves: list[Chart] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was not drawn, and why
 
     @property
     def svg(self) -> str | None:
@@ -70,13 +69,14 @@ class TrainingPlot:
         return self.summary
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        data: dict[str, Any] = {"text/plain": self.summary}
-        if self.svg is not None:  # an <img>, because JupyterLab shows an SVG only in trusted notebooks
-            image = base64.b64encode(self.svg.encode()).decode("ascii")
-            alt = html.escape(f"Training curves, {self.summary}")
-            width = WIDTH * min(len(self.curves), 2)
-            data["text/html"] = f'<img src="data:image/svg+xml;base64,{image}" width="{width}" alt="{alt}">'
-        return data
+        svg = self.svg
+        if svg is None:
+            return {"text/plain": self.summary}
+        image = base64.b64encode(svg.encode()).decode("ascii")
+        alt, width = html.escape(f"Training curves, {self.summary}"), WIDTH * min(len(self.curves), 2)
+        # an <img>, because JupyterLab shows an SVG only in trusted notebooks
+        page = f'<img src="data:image/svg+xml;base64,{image}" width="{width}" alt="{alt}">'
+        return {"text/plain": self.summary, "text/html": page}
 
 
 def plot_training(result: Any) -> TrainingPlot:
@@ -86,11 +86,8 @@ def plot_training(result: Any) -> TrainingPlot:
     panel is left out, with a note. Evaluations during training (`eval.every_steps`) add held-out accuracy, or held-out
     reward if there are no answers. From 20 logged steps on, a moving mean is drawn.
 
-    Args:
-        result: what `train` returned, interrupted and resumed runs included; only `metrics` is read.
-
-    Returns:
-        an object that displays itself: an image without a background, and one line of text. A script prints the line.
+    Returns an object that displays itself: an image without a background, and one line of text. A script prints the
+    line. Of `result`, which `train` returned, only `metrics` is read.
     """
     rows = in_order(result.metrics)
     if not rows:
@@ -102,12 +99,12 @@ def plot_training(result: Any) -> TrainingPlot:
     curves, parts, notes = [], [], []
     for metric in ("reward", *held_out[:1], "kl", *lengths):
         title, form, text = PANELS[metric]
-        points = [Point(*found) for found in logged(rows, metric)]
+        points = [Point(*pair) for pair in logged(rows, metric)]
         count = sum(metric in row for row in rows) if metric[:5] != "eval/" else len(points)
         if points:
             curves.append(Chart(title, {"": points}, form))
             name = title.split(",")[0].lower().replace("kl", "KL")
-            ends = first_and_last([one.value for one in points])
+            ends = first_and_last([point.value for point in points])
             parts.append(f"{name} {' -> '.join(format(end, text) for end in ends[: len(points)])}")
         elif not count:
             notes.append("KL not measured: rloo.beta is 0" if metric == "kl" else f"{title.lower()} not logged")
@@ -160,25 +157,17 @@ class CompletionPairs:
 
 
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
-    """Show completions that evaluations kept, with thinking and answer separate, and right or wrong.
+    """Show completions that evaluations kept, side by side, with thinking and answer separate, and right or wrong.
 
-    Args:
-        before, after: from `evaluate`, shown side by side; each keeps one completion of the first
-            `eval.num_completions` prompts.
-        num: prompts to show, 1 or more.
-
-    Returns:
-        an object that displays itself: HTML without scripts or style sheets, in the page's colours, and text. A script
-        prints the text.
-
-    Raises:
-        ConfigError: `num` is below 1.
+    Each evaluation keeps one completion of the first `eval.num_completions` prompts; `num` of these prompts are shown
+    (ConfigError below 1). Returns an object that displays itself: HTML without scripts or style sheets, in the page's
+    colours, and text. A script prints the text.
     """
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
         raise ConfigError(f"num is {num!r}; it takes a whole number of prompts, 1 or more")
     evaluations = {before.label or "completion": before} if after is None else {"before": before, "after": after}
-    pairs = pair_samples(**evaluations)
-    pairs.sort(key=lambda pair: -len(pair.samples))  # stable; prompts that only one side has come last
+    # stable; prompts that only one side has come last
+    pairs = sorted(pair_samples(**evaluations), key=lambda pair: -len(pair.samples))
     if not pairs:
         return _shown(CompletionPairs("no completions were kept; set eval.num_completions above 0", []))
     shown = pairs[:num]

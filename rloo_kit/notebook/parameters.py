@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,14 +51,13 @@ SECTIONS: dict[str, type[Section]] = {
 
 @dataclass
 class Parameters:
-    """The result of `read_parameters`; prints as a table. `overrides` are for `load_config`; `resume` and `overwrite`
-    for `train`, False if not declared; `values` are the parameters that are set, converted. `config` is absolute."""
+    """The result of `read_parameters`. Prints as a table."""
 
-    config: Path
-    overrides: list[str]
-    resume: bool = False
-    overwrite: bool = False
-    values: dict[str, Any] = field(default_factory=dict)
+    config: Path  # the configuration's file, absolute
+    overrides: list[str]  # `section.key=value`, for `load_config`
+    resume: bool  # for `train`; False if the notebook does not declare it
+    overwrite: bool
+    values: dict[str, Any]  # the parameters that are set, by name, converted
 
     def __str__(self) -> str:
         rows = [("parameter", "value", "overrides in the file")]
@@ -75,15 +74,11 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
 
     The parameter names come from the executed cells that start with `# Parameters` (the notebook's and papermill's), or
     from a script's file. Without such a cell every known name counts, and unknown ones go unnoticed. A parameter that
-    the notebook does not declare overrides nothing.
+    is not declared, or is None, leaves the key to the file. `config` is looked up in the working folder (where
+    papermill or Jupyter was started), in the notebook's, then in the kit's own.
 
-    Args:
-        namespace: `globals()`. A parameter that is None leaves the key to the file. `config` is looked up in the
-            working folder (where papermill or Jupyter was started), in the notebook's, then in the kit's own.
-
-    Raises:
-        ConfigError: all problems, one line per name: an unknown name (with the nearest known one), a wrong type, a
-            missing file (with the places searched), `overrides` that cannot be parsed.
+    Raises ConfigError with all problems, one line per name: an unknown name (with the nearest known one), a wrong type,
+    a missing file (with the places searched), `overrides` that cannot be parsed.
     """
     assigned = assigned_names(namespace)
     problems = [_refuse(name, place) for name, place in (assigned or {}).items() if name not in KNOWN]
@@ -97,28 +92,24 @@ def read_parameters(namespace: Mapping[str, Any]) -> Parameters:
             except ValueError as error:
                 problems.append(f"{name}: is {excerpt(namespace[name], 80)}; {error}")
         elif name == "config":
-            problems.append(
-                "config: not set; it names the run's file. Run the cell that starts with '# Parameters' first"
-            )
+            fix = "Run the cell that starts with '# Parameters' first"
+            problems.append(f"config: not set; it names the run's file. {fix}")
     if problems:
         raise ConfigError("\n".join(problems))
     if not values.get("run_name"):
         values.pop("run_name", None)
-    set_here = {KNOWN[name]: (name, value) for name, value in values.items() if "." in KNOWN[name]}
-    overrides = {key: f"{key}={write_value(value)}" for key, (_, value) in set_here.items()}
+    names = {KNOWN[name]: name for name in values if "." in KNOWN[name]}
+    overrides = {key: f"{key}={write_value(values[name])}" for key, name in names.items()}
     extra = values.get("overrides", [])
     for item in extra:
         key = item.partition("=")[0].strip().lstrip("-")
         if key in overrides:
-            name = set_here[key][0]
+            name = names[key]
             raise ConfigError(
                 f"overrides: has {item}, but the parameter {name} sets {overrides[key]}; set {name} instead"
             )
-    switches = {name: values.get(name, False) for name in ("resume", "overwrite")}
-    return Parameters(Path(values["config"]), [*overrides.values(), *extra], **switches, values=values)
-
-
-# ------------------------------------------------------------------------------------------------ values
+    resume, overwrite = values.get("resume", False), values.get("overwrite", False)
+    return Parameters(Path(values["config"]), [*overrides.values(), *extra], resume, overwrite, values)
 
 
 def _read(name: str, value: Any) -> Any:
@@ -137,12 +128,10 @@ def _read(name: str, value: Any) -> Any:
     text = str(value)
     if problem := find_unwritable(text):
         raise ValueError(f"it takes text without {problem}")
-    if name != "run_name" and not text.strip():
-        raise ValueError(
-            "it takes a file, such as 'configs/arithmetic_thinking.yaml'"
-            if name == "config"
-            else "it takes the folder that runs are written into, such as 'outputs'"
-        )
+    if name == "config" and not text.strip():
+        raise ValueError("it takes a file, such as 'configs/arithmetic_thinking.yaml'")
+    if name == "output_dir" and not text.strip():
+        raise ValueError("it takes the folder that runs are written into, such as 'outputs'")
     return os.path.normpath(find_input(text, name, KIT_ROOT)) if name == "config" else text
 
 
@@ -164,8 +153,11 @@ def _read_as_field(key: str, value: Any) -> Any:
 
 def _split_overrides(value: Any) -> list[str]:
     try:
-        words = shlex.split(re.sub(BACKSLASH, lambda one: one[1] or "\0", value)) if isinstance(value, str) else value
-        items = [item.replace("\0", "\\") if words is not value else item for item in words]
+        if isinstance(value, str):
+            words = shlex.split(re.sub(BACKSLASH, lambda match: match[1] or "\0", value))
+            items = [word.replace("\0", "\\") for word in words]
+        else:
+            items = list(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f'it takes text such as "rloo.temperature=0.9 eval.num_samples=4" ({error})') from None
     for item in items:
@@ -179,35 +171,30 @@ def _split_overrides(value: Any) -> list[str]:
 
 def _refuse(name: str, place: str) -> str:
     """An unknown name, with what it may mean and how a notebook sets that."""
-    found = f"{name}: unknown parameter ({place})"
+    problem = f"{name}: unknown parameter ({place})"
     keys = [key for model in SECTIONS.values() for key in model.model_fields]
     near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
     old = CONFIG_NAMES.get(name)
     if old is not None and old.new is not None:
-        found += f"; it is an old TRL name of {old.new}:"
+        problem += f"; it is an old TRL name of {old.new}:"
         name = old.new
     elif name in keys:
-        found += ";"
+        problem += ";"
     elif near and not difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6):
-        found += f"; did you mean {near[0]}?"
+        problem += f"; did you mean {near[0]}?"
         name = near[0]
     else:
-        return found + suggest(name, list(KNOWN))
+        return problem + suggest(name, list(KNOWN))
     if name in KNOWN:
-        return f"{found} set {name}"
+        return f"{problem} set {name}"
     dotted = (f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields)
     ways = " or ".join(f'overrides = "{key}=..."' for key in dotted)
-    return f"{found} it is a key of the configuration, so it goes into overrides: {ways}"
-
-
-# ------------------------------------------------------------------------------------------------ names
+    return f"{problem} it is a key of the configuration, so it goes into overrides: {ways}"
 
 
 def assigned_names(namespace: Mapping[str, Any]) -> dict[str, str] | None:
-    """Names that the parameter cells assign, with their place ("In[2]", a script's name); None without such a cell.
-
-    A cell's tag does not reach the kernel, but its text does: IPython's `In`, or a script's file (`__file__`).
-    """
+    """Names that the parameter cells assign, with their place ("In[2]", a script's name); None without such a cell. The
+    cells are those of IPython's `In`, or of a script's file (`__file__`)."""
     inputs, file = namespace.get("In"), namespace.get("__file__")  # anything, if the user assigned it
     cells = enumerate(inputs) if isinstance(inputs, list) else ()
     current = _current_cells([(f"In[{number}]", cell) for number, cell in cells if isinstance(cell, str)])
@@ -230,8 +217,8 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
     notebook's cell counts as it last ran, and papermill's (its first line is bare) if it last ran after that. If the
     notebook's is bare too, the last consecutive cells count.
     """
-    found: list[tuple[str, ast.Module]] = []
-    own = False  # whether `found` starts with a cell whose first line is longer than papermill's
+    cells: list[tuple[str, ast.Module]] = []
+    own = False  # whether `cells` starts with one whose first line is longer than papermill's
     before = -1  # number of the previous parameter cell
     for number, (place, cell) in enumerate(executed):
         head = re.fullmatch(r"#\s*Parameters\s*(:.*)?", cell.strip().partition("\n")[0].strip())
@@ -242,10 +229,10 @@ def _current_cells(executed: list[tuple[str, str]]) -> list[tuple[str, ast.Modul
         except (SyntaxError, ValueError, RecursionError, MemoryError):  # it has not run either
             continue
         if head[0] != "# Parameters":
-            found, own = [(place, tree)], True
+            cells, own = [(place, tree)], True
         elif own:
-            found = [found[0], (place, tree)]
+            cells = [cells[0], (place, tree)]
         else:
-            found = [*(found if before == number - 1 else []), (place, tree)]
+            cells = [*(cells if before == number - 1 else []), (place, tree)]
         before = number
-    return found
+    return cells

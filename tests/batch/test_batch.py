@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from rloo_kit.batch.batch_file import Batch, load_batch
 from rloo_kit.batch.runner import BatchResult, BatchRunner, RunStatus, open_batch
-from rloo_kit.cli import app
 from rloo_kit.config.run import load_config
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.files import write_json
 from tests.evaluations import around
 from tests.notebooks.batch_notebooks import write_notebook
+from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "batch_arithmetic.yaml"
@@ -73,9 +72,6 @@ def leave_batch(batch: Batch, *states: str) -> None:
 
 def to_do(batch: Batch, **flags: bool) -> list[str]:
     return [status.name for status in open_batch(batch, **flags).values() if status.state != "done"]
-
-
-# ------------------------------------------------------------------------------------------------ the file
 
 
 @pytest.mark.slow
@@ -163,9 +159,6 @@ def test_overrides_and_another_kind_of_file(folder: Path) -> None:
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
-# ------------------------------------------------------------------------------------------------ the folder
-
-
 def test_resume_does_what_is_not_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run whose status says `running` has no kernel any more: its batch was killed."""
     states = ["done", "failed", "killed", "interrupted", "running", "waiting"]
@@ -229,9 +222,6 @@ def test_a_damaged_file_counts_as_none(content: str, folder: Path) -> None:
     leave_batch(batch, "done", "done")
     (batch.folder / batch.runs[0].name / "status.json").write_text(content)
     assert to_do(batch, resume=True) == [batch.runs[0].name]
-
-
-# ------------------------------------------------------------------------------------------------ the comparison
 
 
 @pytest.fixture
@@ -302,15 +292,6 @@ for text in ("nobody reads this", "nor this"):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
-
-def call(*words: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["batch", *map(str, words)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def test_refusals_have_an_exit_code_of_their_own(folder: Path) -> None:
     """With 2 for a refusal, a script would take a mistyped option for two failed runs and resume forever."""
     batch = load(folder, grid={"seed": [1]})
@@ -323,7 +304,7 @@ def test_refusals_have_an_exit_code_of_their_own(folder: Path) -> None:
         ([file, "--quick"], "--quick"),
         ([], "FILE"),
     ):
-        code, printed, said = call(*words)
+        code, printed, said = call("batch", *words)
         assert code == 125 and message in said and printed == "" and "Traceback" not in said
     assert not batch.folder.exists(), "nothing was started, nothing is left"
 
@@ -337,10 +318,11 @@ def test_the_exit_code_counts_the_runs_that_are_not_done(
     statuses = [RunStatus(f"r{number}", "n", state=state) for number, state in enumerate(states.split())]
     results = itertools.cycle([BatchResult(folder, statuses, False, []), BatchResult(folder, statuses, True, [])])
     monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: next(results))
-    found, printed, _ = call(folder / "configs" / "b.yaml", "--json")
+    words = ("batch", folder / "configs" / "b.yaml")
+    found, printed, _ = call(*words, "--json")
     assert found == code
     assert json.loads(printed.splitlines()[-1])["runs"] == [asdict(status) for status in statuses]
-    assert call(folder / "configs" / "b.yaml")[0] == 130
+    assert call(*words)[0] == 130
     monkeypatch.setattr("rloo_kit.batch.runner.run_batch", lambda *_, **__: Path("/nowhere/at/all").read_text())
-    code, _, said = call(folder / "configs" / "b.yaml")
+    code, _, said = call(*words)
     assert code == 125 and "/nowhere" in said, "Python ends with 1 on a bug, which would read as one failed run"

@@ -19,16 +19,16 @@ TEXTS = [
     "", " ", "null", "no", "-", "-0", "1e400", "1" * 5000, "0x" + "f" * 5000, "x" * 20_000, "a.b.c", "../x", "/", "..",
     "~nobody-of-that-name/x", "a\0b", "\ud83d", "é\u0301", "\x1b[31m", "<think>", "</think>", "<|im_end|>", "²", "٣",
     "1_000", "0b11", "1:30:00", "2026-11-23", "=", "a=b", "%", "{}", "[[[", "]]]", "{a: b", "'", '"', "\\", "\r",
-    "a\nb",
-    "*a", "&a", "!!", "|", "@", "embedded/addition", "embedded/thinking", "length_reward", "nowhere.jsonl", "os:system",
+    "a\nb", "*a", "&a", "!!", "|", "@", "embedded/addition", "embedded/thinking", "length_reward", "nowhere.jsonl",
+    "os:system",
 ]  # fmt: skip
 PATHS = [
     "", ".", "..", "/", "~", "~nobody-of-that-name/a.yaml", "a\0b.yaml", "x" * 300 + ".yaml", "y/" * 3000 + "a.jsonl",
     "\ud83d.yaml", "\x1b[2J.yaml", "a\nb.yaml", "/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem",
     "/etc/passwd", "here", "here/x.yaml", "fifo", "fifo.yaml", "fifo.jsonl", "fifo.ipynb", "binary.yaml",
-    "binary.jsonl",
-    "empty.yaml", "empty.jsonl", "empty.csv", "empty.ipynb", "loop.yaml", "loop.jsonl", "gone.yaml", "binary.parquet",
-    "good.yaml/x", "folder.yaml", "folder.jsonl", "folder.ipynb", "folder.csv", "locked.yaml", "locked.jsonl",
+    "binary.jsonl", "empty.yaml", "empty.jsonl", "empty.csv", "empty.ipynb", "loop.yaml", "loop.jsonl", "gone.yaml",
+    "binary.parquet", "good.yaml/x", "folder.yaml", "folder.jsonl", "folder.ipynb", "folder.csv", "locked.yaml",
+    "locked.jsonl",
 ]  # fmt: skip
 
 
@@ -44,18 +44,14 @@ def bomb(levels: int = 9, wide: int = 9, merge: bool = False) -> str:
 SNIPPETS = [
     "!!timestamp x", "!!timestamp [a]", "!!bool x", "!!float ''", "!!int x", "!!int 0x", "!!int '²'", "!!str [a]",
     "!!seq {a: b}", "!!map [a]", "!!binary x", "!!binary aGVsbG8=", "!!set {a, b}", "!!omap [a]", "!!pairs x",
-    "!!merge x",
-    "!!python/object/apply:os.system [echo]", "!!python/name:os.system x", "!unknown [a]", "!<tag:x> y", "!", "! x",
-    "!<",
-    "!e!x y", "&a [*a]", "&a {k: *a}", "*nowhere", "&a x", "<<", "{<<: *nowhere}", "{<<: [1, 2]}", "{<<: {a: 1}, b: 2}",
-    "[a, {<<: [{a: 1}, {b: 2}]}]", "0x" + "f" * 5000, "1" * 5000, "-" + "9" * 400, "0o" + "7" * 3000, "-1e400", ".nan",
-    "-.inf", "1e-400", "1_000", "0b1", "1:30", "0.1.2", "{? [a] : b}", "{? : }", "{a: 1, a: 2}", "{null: 1}",
-    "{.nan: x}",
-    "{[a]: b}", "[,]", "[" * 600, "[" * 600 + "]" * 600, "{a: " * 600, "- " * 500 + "x", "|9\n x", ">+\n\n",
-    "'unclosed",
-    '"\\x"', '"\\ud83d"', '"\\0"', '"\\U00110000"', '"\\x1b[2J"', "x" * 30_000, "? " + "k" * 2000 + " : v", "\t- x",
-    "@x",
-    "%x", "[1, two, 3.0, null, true]", "[{name: null}]", "{r: {r: {r: 1}}}", "''", "2026-11-23T00:00:00Z", "2026-99-99",
+    "!!merge x", "!!python/object/apply:os.system [echo]", "!!python/name:os.system x", "!unknown [a]", "!<tag:x> y",
+    "!", "! x", "!<", "!e!x y", "&a [*a]", "&a {k: *a}", "*nowhere", "&a x", "<<", "{<<: *nowhere}", "{<<: [1, 2]}",
+    "{<<: {a: 1}, b: 2}", "[a, {<<: [{a: 1}, {b: 2}]}]", "0x" + "f" * 5000, "1" * 5000, "-" + "9" * 400,
+    "0o" + "7" * 3000, "-1e400", ".nan", "-.inf", "1e-400", "1_000", "0b1", "1:30", "0.1.2", "{? [a] : b}", "{? : }",
+    "{a: 1, a: 2}", "{null: 1}", "{.nan: x}", "{[a]: b}", "[,]", "[" * 600, "[" * 600 + "]" * 600, "{a: " * 600,
+    "- " * 500 + "x", "|9\n x", ">+\n\n", "'unclosed", '"\\x"', '"\\ud83d"', '"\\0"', '"\\U00110000"', '"\\x1b[2J"',
+    "x" * 30_000, "? " + "k" * 2000 + " : v", "\t- x", "@x", "%x", "[1, two, 3.0, null, true]", "[{name: null}]",
+    "{r: {r: {r: 1}}}", "''", "2026-11-23T00:00:00Z", "2026-99-99",
 ]  # fmt: skip
 DOCUMENTS = [
     "", "\n", "#", "---", "--- x", "---\n---\n", "a: 1\n---\nb: 2\n", "%YAML 9.9\n---\na: 1\n", "%YAML\n---\n",
@@ -64,9 +60,9 @@ DOCUMENTS = [
     "a: \0\n", "a\0: 1\n", "a: \ud83d\n", "a: \x07\n", "&a {b: *a}\n", "&a : *a\n", "? *a\n: &a 1\n", "a: *b\n", bomb(),
     bomb(30, 2), bomb(merge=True), bomb(5, 12), "&a [" + "*a," * 500 + "]", "[" * 10_000, "{" * 10_000, "- " * 5_000,
     "[" * 10_000 + "]" * 10_000, "? " * 3_000, "!!set\n? a\n? b\n", "!!omap\n- a: 1\n",
-    "!!python/object:os.system {}\n",
-    "!!str\na: 1\n", "!!map\n- a\n", "!!binary |\n x\n", "!!float [1]\n", "k" * 200_000, "k" * 2_000 + ": v\n",
-    "a: |\n" + " x\n" * 2_000, "a: '" + "\n" * 2_000, "\n".join(f"k{n}: {n}" for n in range(2_000)),
+    "!!python/object:os.system {}\n", "!!str\na: 1\n", "!!map\n- a\n", "!!binary |\n x\n", "!!float [1]\n",
+    "k" * 200_000, "k" * 2_000 + ": v\n", "a: |\n" + " x\n" * 2_000, "a: '" + "\n" * 2_000,
+    "\n".join(f"k{n}: {n}" for n in range(2_000)),
     "run: &r {name: x}\nmodel: *r\ndata: *r\nrloo: *r\nrewards: [*r, *r]\n", "<<: [x]\n", "? <<\n: [[a]]\n", "<<: *a\n",
     "!!merge [a]: y\n",
 ]  # fmt: skip
@@ -109,9 +105,9 @@ PLAIN_VALUES: list[Any] = [
 PYTHON_VALUES: list[Any] = [
     *PLAIN_VALUES, float("nan"), float("inf"), -float("inf"), b"", b"\xff\xfe", bytearray(b"x"), (1, 2), {1, 2},
     frozenset({1}), 1j, range(3), object(), Rude(), object, len, ..., decimal.Decimal("1e999"), datetime.date.min,
-    datetime.datetime.min, datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT,
-    {1: 2}, {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5), nested(300),
-    nested(3_000), memoryview(b"x"), NotImplemented, CYCLIC_LIST, CYCLIC_DICT, iter([1]),
+    datetime.datetime.min, datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT, {1: 2},
+    {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5), nested(300), nested(3_000),
+    memoryview(b"x"), NotImplemented, CYCLIC_LIST, CYCLIC_DICT, iter([1]),
 ]  # fmt: skip
 
 

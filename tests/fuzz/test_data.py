@@ -64,8 +64,6 @@ def load(
     assert len(found.train) and all(isinstance(row["prompt"], str) for row in found.train)
 
 
-# ------------------------------------------------------------------------------------------------ rows in Python
-
 ROLES = ["system", "user", "assistant", "tool", "human", "", None, 1, ["user"], TextSubclass("user")]
 CONTENTS = [
     "a</think>b", "<think>a</think>b", "<think>", "a<|im_end|>", None, "", [{"type": "text", "text": "a"}], 1, b"x",
@@ -109,8 +107,6 @@ rewards = st.sampled_from([["length_reward"], ["answer_reward"], ["length_reward
 def load_rows(case: tuple[Any, list[str]], folder: Path) -> None:
     load("unused.jsonl", folder, rows=case[0], rewards=case[1])
 
-
-# ------------------------------------------------------------------------------------------------ files of rows
 
 LINES = [
     '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+1=", "answer": 3, "level": 1}', "", " ", "{", "}", "[]", "null",
@@ -172,9 +168,6 @@ def load_file(case: Case, folder: Path) -> None:
     else:
         mix = [{"source": source, "weight": 2}, {"source": str(other), "prompt_column": "x"}]
         load("", folder, rewards=names, sources=mix, **keys)
-
-
-# ------------------------------------------------------------------------------------------------ paths
 
 
 def read_named_notebook(path: str) -> None:

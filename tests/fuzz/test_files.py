@@ -20,8 +20,6 @@ from tests.fuzz.harness import Surface, check, count
 from tests.fuzz.nasty import DOCUMENTS, ROOT, json_values, mutated_json, mutated_yaml, snippets, texts, values, yaml_of
 from tests.notebooks.batch_notebooks import write_notebook
 
-# ------------------------------------------------------------------------------------------------ configs
-
 SMALL = """model: {name: embedded/thinking, max_seq_length: 128, lora: {r: 16, alpha: 16}}
 data: {source: embedded/addition, max_prompt_length: 64}
 rewards:
@@ -63,8 +61,6 @@ def read_config(case: bytes, folder: Path) -> None:
     load_config(folder / "run.yaml").to_yaml()
 
 
-# ------------------------------------------------------------------------------------------------ overrides
-
 SECTIONS = list(RunConfig.model_fields)
 KEYS = [
     f"{section}.{key}"
@@ -102,9 +98,6 @@ def override_config(case: tuple[list[str], dict[str, Any]], folder: Path) -> Non
     load_config(folder / "run.yaml", *case[0], **case[1]).to_yaml()
 
 
-# ------------------------------------------------------------------------------------------------ launch files, .env
-
-
 def read_launch(case: tuple[bytes, int | None], folder: Path) -> None:
     (folder / "launch.yaml").write_bytes(case[0])
     read_launch_file(folder / "launch.yaml", case[1])
@@ -137,8 +130,6 @@ def read_env_file(case: bytes, folder: Path) -> None:
         os.environ.update(before)
     assert not any(name == "" for name in states)
 
-
-# ------------------------------------------------------------------------------------------------ batch files
 
 PLAIN = "# Parameters\nseed = 0\nsize: int = 3\nlabel = 'a'\n"
 OF_THE_KIT = (
@@ -176,8 +167,6 @@ def read_batch(case: tuple[bytes, list[str]], folder: Path) -> None:
     (folder / "batch.yaml").write_bytes(case[0])
     load_batch(folder / "batch.yaml", *case[1])
 
-
-# ------------------------------------------------------------------------------------------------ notebooks
 
 ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "x", "traceback": ["a", "b"]}
 NOTEBOOK: dict[str, Any] = {

@@ -5,17 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import psutil
 import yaml
 
 from rloo_kit.batch.runner import RUN_MARK
+from tests.notebooks.runners import processes, wait_until
 
 PARAMETERS = """# Parameters
 mode = "ok"
@@ -106,28 +105,13 @@ def call_batch(*words: Any) -> tuple[int, str]:
     return process.returncode, printed
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the running processes that belong to a batch in `folder`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(RUN_MARK, "")
-            if mark.startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
+def processes_of(folder: Path) -> list[int]:
+    """The living processes of a batch in `folder`."""
+    return processes(str(folder), RUN_MARK)
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
-    """The first true value of `condition`; fails after `timeout` seconds."""
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {timeout} s")
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    assert wait_until(condition, timeout), f"{what}: not within {timeout} s"
 
 
 def read_status(folder: Path, run: str) -> dict[str, Any]:

@@ -108,12 +108,12 @@ def environment(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
         raise
 
 
-def processes(mark: str) -> list[int]:
-    """The living processes that were started with this mark, by whichever way; this one excepted."""
+def processes(mark: str, variable: str = MARK) -> list[int]:
+    """The living processes whose variable begins with this mark, by whichever way they were started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+            if f"{variable}={mark}".encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
         except OSError:  # ended by now, or somebody else's
             continue
@@ -133,5 +133,5 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.1)
+        time.sleep(0.05)
     return True

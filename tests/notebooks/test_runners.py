@@ -106,10 +106,7 @@ class Runner:
     is_long: bool = False
 
 
-ROWS = [
-    *(Runner(name, is_long="jupyter" in name) for name in COMMANDS),
-    Runner("JupyterLab's server", run_servers),
-]
+ROWS = [*(Runner(name, is_long="jupyter" in name) for name in COMMANDS), Runner("JupyterLab's server", run_servers)]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,6 @@ def test_the_worked_example_is_the_oracles(capsys: pytest.CaptureFixture) -> Non
     assert [float(re.findall(r"[+-]?\d+(?:\.\d+)?", line)[-1]) for line in lines] == expected
 
 
-# ------------------------------------------------------------------------------------------------------ the prose
-
-
 def prose_of(name: str) -> str:
     return "\n".join(cell.source for cell in cells_of(name) if cell.kind == "markdown")
 

@@ -36,8 +36,6 @@ class Checks:
         self.check_words()
         return list(dict.fromkeys(self.problems))
 
-    # -------------------------------------------------------------------------------------------- tools
-
     def say(self, where: str, what: str) -> None:
         self.problems.append(f"{where}: {what}")
 
@@ -53,8 +51,6 @@ class Checks:
         """The ends of an interval in a file or in JSON."""
         for name, found, value in zip(("low", "high"), shown, expected[1:], strict=True):
             self.near(where, f"{what}, {name}", found, value, 1e-5 + 0.002 * (expected.high - expected.low))
-
-    # -------------------------------------------------------------------------------------------- the files
 
     def check_files(self) -> None:
         """`metrics.jsonl`, `rollouts`, `before.json`, `after.json` and `evaluations.jsonl`."""
@@ -109,9 +105,8 @@ class Checks:
         if low is None or high is None:
             self.say(where, f"{what}: no interval")
         elif low < self.task.low - 1e-9 or high > self.task.high + 1e-9:
-            self.say(
-                where, f"{what}: [{low:.3f}, {high:.3f}] leaves the reward's range {self.task.low} to {self.task.high}"
-            )
+            limits = f"{self.task.low} to {self.task.high}"
+            self.say(where, f"{what}: [{low:.3f}, {high:.3f}] leaves the reward's range {limits}")
         elif high - low < 1e-9:
             self.say(where, f"{what}: an interval of zero width at {low:.3f}")
 
@@ -122,20 +117,17 @@ class Checks:
         if row["measure"] != self.run.leads:
             self.say(where, f"the deciding measure is {row['measure']}, not {self.run.leads}")
         for name in ("accuracy", "reward"):
-            estimate = side.measure(name)
-            if estimate is None:
-                continue
-            entry = found["measures"][name]
-            self.near(where, name, entry["value"], estimate.value)
-            self.ends(where, name, [entry["low"], entry["high"]], estimate)
+            if (estimate := side.measure(name)) is not None:
+                entry = found["measures"][name]
+                self.near(where, name, entry["value"], estimate.value)
+                self.ends(where, name, [entry["low"], entry["high"]], estimate)
         self._in_range(where, "reward", found["measures"]["reward"]["low"], found["measures"]["reward"]["high"])
         estimate = side.measure(row["measure"])
         assert estimate is not None
         self.near(where, "value", row["value"], estimate.value)
         if best is not None:
-            change = change_of(
-                self._side_of(best["evaluation"]).per_prompt[row["measure"]], side.per_prompt[row["measure"]]
-            )
+            sides = (self._side_of(best["evaluation"]), side)
+            change = change_of(*(each.per_prompt[row["measure"]] for each in sides))
             against = row["against_best"]
             against = list(against.values()) if isinstance(against, dict) else against
             self.near(where, "against the best", against[0], change.value)
@@ -144,12 +136,8 @@ class Checks:
     def _side_of(self, found: dict[str, Any]) -> Side:
         measures = found["measures"].items()
         per_prompt = {name.removeprefix("rewards/"): entry["per_prompt"] for name, entry in measures}
-        return Side(
-            found["num_prompts"], per_prompt, found.get("closed_share"), found["truncated_share"],
-            found["mean_tokens"],
-        )  # fmt: skip
-
-    # -------------------------------------------------------------------------------------------- the verdict
+        closed, truncated = found.get("closed_share"), found["truncated_share"]
+        return Side(found["num_prompts"], per_prompt, closed, truncated, found["mean_tokens"])
 
     def check_verdict(self) -> None:
         """The word, its reason, the advice and the numbers in `status.json`."""
@@ -218,8 +206,6 @@ class Checks:
         self.ends(where, "change", [found["low"], found["high"]], change)
         self.near(where, "change.prompts", found["prompts"], old.count)
 
-    # -------------------------------------------------------------------------------------------- surfaces
-
     def check_surfaces(self) -> None:
         """Every interval that is shown, with its value, is one of those recomputed; the leading measure comes first,
         and the verdict is that of `status.json`."""
@@ -286,8 +272,6 @@ class Checks:
             if sentence not in text:
                 self.say(where, "its sentence is another")
 
-    # -------------------------------------------------------------------------------------------- words
-
     def check_words(self) -> None:
         """No surface speaks of accuracy where nothing compares answers, nor of thinking of a model that has none."""
         shown = {
@@ -302,10 +286,9 @@ class Checks:
             text = re.sub(r"accuracy, temperature 1[ │]+not measured", "", text)
             if self.run.leads == "reward" and (found := re.search(r"(?i).{0,30}accurac(?:y|ies).{0,30}", text)):
                 self.say(where, f"the word accuracy, although no reward compares answers: {found[0]!r}")
-            if not self.run.thinks and (
-                found := re.search(r"(?i).{0,30}\bthink(?:ing|s)? ?(?:tokens|closed|from|\d).{0,30}", text)
-            ):
-                self.say(where, f"thinking of a model that does not think: {found[0]!r}")
+            thinking = re.search(r"(?i).{0,30}\bthink(?:ing|s)? ?(?:tokens|closed|from|\d).{0,30}", text)
+            if thinking and not self.run.thinks:
+                self.say(where, f"thinking of a model that does not think: {thinking[0]!r}")
 
 
 def check_run(task: Task, surfaces: Any) -> list[str]:
@@ -356,6 +339,5 @@ def _last_digit(number: str) -> float:
 
 def _text(part: str) -> str:
     """The text of a part of a page."""
-    return " ".join(
-        html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", part, flags=re.S))).split()
-    )
+    part = re.sub(r"<(style|script).*?</\1>", "", part, flags=re.S)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", part)).split())

@@ -30,9 +30,6 @@ class Estimate(NamedTuple):
     high: float
 
 
-# ------------------------------------------------------------------------------------------------ intervals
-
-
 def wilson(share: float, count: int) -> Estimate:
     """Wilson 1927, written as the two roots of (p - share)^2 = Z^2 p (1 - p) / count."""
     a, b, c = 1 + Z * Z / count, -(2 * share + Z * Z / count), share * share
@@ -44,11 +41,8 @@ def padded(values: Sequence[float], low: float, high: float) -> Estimate:
     """The normal interval after adding a prompt at each end of the range (Agresti and Coull 1998, Bonett and Price
     2012), within the range."""
     more = [*values, low, high]
-    half, middle, mean = (
-        Z * statistics.pstdev(more) / math.sqrt(len(more)),
-        statistics.fmean(more),
-        statistics.fmean(values),
-    )
+    half = Z * statistics.pstdev(more) / math.sqrt(len(more))
+    middle, mean = statistics.fmean(more), statistics.fmean(values)
     return Estimate(mean, min(mean, max(middle - half, low)), max(mean, min(middle + half, high)))
 
 
@@ -78,9 +72,6 @@ def change_of(old: Sequence[float], new: Sequence[float]) -> Estimate:
     return padded([b - a for a, b in zip(old, new, strict=True)], low - high, high - low)
 
 
-# ------------------------------------------------------------------------------------------------ completions
-
-
 @dataclass(frozen=True)
 class Completion:
     """One completion: its text with the tag, and what the run's files say about it."""
@@ -92,6 +83,11 @@ class Completion:
     ended: bool
     tokens: int
     thinking_tokens: int | None
+
+    @property
+    def thought(self) -> int:
+        """Tokens of thinking: all of a completion that never closes it."""
+        return self.tokens if self.thinking_tokens is None else self.thinking_tokens
 
 
 def exactly(text: str, gold: Any) -> float:
@@ -154,7 +150,7 @@ class Recomputed:
     def __init__(self, folder: Path, rewards_file: Path) -> None:
         self.folder = folder
         self.config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        self.rewards = [(_log_name(entry["name"]), entry["weight"]) for entry in self.config["rewards"]]
+        self.rewards = [(entry["name"].rpartition(":")[2], entry["weight"]) for entry in self.config["rewards"]]
         names: dict[str, Any] = {}
         exec(rewards_file.read_text(encoding="utf-8"), names)
         self._functions = names
@@ -168,8 +164,6 @@ class Recomputed:
         self.sides = {when: self._side(found) for when, found in self.stored.items()}
         self.steps = self._step_by_step()
 
-    # -------------------------------------------------------------------------------------------- rewards
-
     def score(self, name: str, one: Completion) -> float:
         """What a reward gives to a completion."""
         if name in OF_THE_KIT:
@@ -181,8 +175,6 @@ class Recomputed:
         """The weighted sum of the rewards."""
         return math.fsum(weight * self.score(name, one) for name, weight in self.rewards)
 
-    # -------------------------------------------------------------------------------------------- evaluations
-
     def _side(self, found: dict[str, Any]) -> Side:
         completions = [_of_sample(one) for one in [*found["samples"], *found["more_samples"]]]
         per_prompt = {"reward": [self.total(one) for one in completions]}
@@ -192,8 +184,7 @@ class Recomputed:
         greedy = {name: found["measures"].get(name) for name in ("greedy_accuracy", "greedy_reward")}
         per_prompt |= {name: entry["per_prompt"] for name, entry in greedy.items() if entry is not None}
         if self.thinks:
-            thoughts = [one.tokens if one.thinking_tokens is None else one.thinking_tokens for one in completions]
-            per_prompt["thinking_tokens"] = [float(count) for count in thoughts]
+            per_prompt["thinking_tokens"] = [float(one.thought) for one in completions]
         return Side(
             count=len(completions),
             per_prompt=per_prompt,
@@ -213,8 +204,6 @@ class Recomputed:
         """The measure that decides: exact match only where a reward compares answers."""
         return "accuracy" if self.compares_answers and "accuracy" in self.sides["after"].per_prompt else "reward"
 
-    # -------------------------------------------------------------------------------------------- training
-
     def _step_by_step(self) -> list[dict[str, float]]:
         """Metrics of each step from its rollouts, under the names of `metrics.jsonl`."""
         steps, episode, tokens = [], 0, 0
@@ -232,10 +221,8 @@ class Recomputed:
             found |= {"reward": statistics.fmean(totals), "reward_std": statistics.stdev(totals)}
             for name, _ in self.rewards:
                 values = [self.score(name, one) for one in completions]
-                found |= {
-                    f"rewards/{name}/mean": statistics.fmean(values),
-                    f"rewards/{name}/std": statistics.stdev(values),
-                }
+                found[f"rewards/{name}/mean"] = statistics.fmean(values)
+                found[f"rewards/{name}/std"] = statistics.stdev(values)
             tied = [all(math.isclose(total, group[0][1], abs_tol=1e-6) for _, total in group) for group in groups]
             found["frac_reward_zero_std"] = found["frac_score_zero_std"] = statistics.fmean(tied)
             lengths = [one.tokens for one in completions]
@@ -244,9 +231,7 @@ class Recomputed:
             found["completions/clipped_ratio"] = statistics.fmean(not one.ended for one in completions)
             found["completions/mean_terminated_length"] = statistics.fmean(ended) if ended else 0.0
             if self.thinks:
-                found["thinking/mean_length"] = statistics.fmean(
-                    one.tokens if one.thinking_tokens is None else one.thinking_tokens for one in completions
-                )
+                found["thinking/mean_length"] = statistics.fmean(one.thought for one in completions)
                 found["thinking/closed_ratio"] = statistics.fmean(one.closed for one in completions)
             for group in groups:
                 total = sum(one for _, one in group)
@@ -255,10 +240,6 @@ class Recomputed:
                     row["reward_again"] = one
             steps.append(found)
         return steps
-
-
-def _log_name(name: str) -> str:
-    return name.rpartition(":")[2]
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
