@@ -31,9 +31,9 @@ from on_gpu.checks import BACKENDS, Part, read_part
 from reporting import ROOT, step_value, table
 
 from rloo_kit import load_config, plan_vram
-from rloo_kit.system.gpu import GIB
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.speed import GPUS, find_gpu, sampling_s, step_completions, token_step_s, training_s
+from rloo_kit.system.gpu import GIB
 
 GPU_RESULTS = reporting.RESULTS / "gpu"
 CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
