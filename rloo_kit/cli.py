@@ -121,7 +121,6 @@ def _options(
 
 
 def print_found(found: Any, json: bool) -> None:
-    """Print a result, as a table or as JSON."""
     if json:
         print(dumps(found.to_dict(), indent=2, allow_nan=False))
     else:

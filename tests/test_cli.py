@@ -125,9 +125,8 @@ def test_a_whole_run(config_file, tmp_path, monkeypatch):
         assert (folder / name).exists() and name in printed
     assert {"before.json", "after.json", "versions.json"} <= {entry.name for entry in folder.iterdir()}
     status = json.loads((folder / "status.json").read_text())
-    assert status["command"] == f"rloo-kit train {config_file}" and status["verdict"]["sentence"] in " ".join(
-        printed.split()
-    )
+    assert status["command"] == f"rloo-kit train {config_file}"
+    assert status["verdict"]["sentence"] in " ".join(printed.split())
     code, _, errors = call("train", config_file)
     assert code == 2 and "--resume" in errors and "--overwrite" in errors
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -67,13 +67,11 @@ class BatchResult:
     files: list[Path]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         values = asdict(self) | {"folder": str(self.folder), "files": list(map(str, self.files))}
         return values | {"not_done": self.not_done, "runs": values.pop("statuses")}
 
     @property
     def not_done(self) -> int:
-        """The number of runs that are not done."""
         return sum(status.state != "done" for status in self.statuses)
 
 
@@ -201,8 +199,6 @@ class BatchRunner:
         """The folder of a run's training run, which need not exist."""
         return RunDir(self.batch.folder / name / TRAINING)
 
-    # ------------------------------------------------------------------------------------------------ one run
-
     def _run(self, run: BatchRun) -> None:
         status, folder = self.statuses[run.name], self.batch.folder / run.name
         training = self.training(run.name)
@@ -308,8 +304,6 @@ class BatchRunner:
             is_up = until is not None and (time.monotonic() > until or not is_training or len(self.signals) > 1)
             if is_up or late.is_set():
                 end_marked(lambda marks: marks.get(RUN_MARK) == str(self.batch.folder / run.name))
-
-    # ------------------------------------------------------------------------------------------------ results
 
     def _compare(self) -> tuple[RunComparison | None, list[Path]]:
         """The training runs that are done, compared with the first of them if there are two; and the page, written."""

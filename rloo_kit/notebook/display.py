@@ -38,9 +38,6 @@ def _shown(display: _Display) -> _Display:
     return display
 
 
-# ------------------------------------------------------------------------------------------------ curves
-
-
 @dataclass(repr=False)
 class TrainingPlot:
     """The curves of a run; displays itself in a notebook."""
@@ -116,8 +113,6 @@ def plot_training(result: Any) -> TrainingPlot:
     summary = f"{steps}: {'; '.join([', '.join(parts), *notes] if parts else notes)}"
     return _shown(TrainingPlot(summary, curves, notes))
 
-
-# ------------------------------------------------------------------------------------------------ completions
 
 MUTED, RIGHT, WRONG = "#797979", "#1a8a4a", "#c9510c"  # legible on light and dark backgrounds
 MAX_HTML, MAX_TEXT = 6000, 600  # characters shown per part

@@ -56,9 +56,8 @@ def write_cells(path: Path, cells: object) -> None:
 
 def load(folder: Path, *overrides: str, **values: object) -> Batch:
     file = folder / "configs" / "b.yaml"
-    file.write_text(
-        yaml.safe_dump({"notebook": "plain.ipynb", "output_dir": str(folder / "out")} | values, sort_keys=False)
-    )
+    content = {"notebook": "plain.ipynb", "output_dir": str(folder / "out")} | values
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
     return load_batch(file, *overrides)
 
 

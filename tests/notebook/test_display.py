@@ -74,11 +74,8 @@ def test_evaluations_during_training_are_a_curve_of_their_own() -> None:
         rows[step - 1] |= {"eval/accuracy": accuracy, "eval/reward": accuracy}
     shown = plot_training(result_of(rows))
     assert titles_of(shown)[:2] == ["Reward", "Held-out accuracy"]
-    assert (
-        shown.curves[1].series == {"": [Point(10, 0.5), Point(20, 0.25)]}
-        and "held-out accuracy 0.500 -> 0.250" in shown.summary
-    )
-    assert not shown.notes
+    assert shown.curves[1].series == {"": [Point(10, 0.5), Point(20, 0.25)]}
+    assert "held-out accuracy 0.500 -> 0.250" in shown.summary and not shown.notes
     only = plot_training(result_of([{"step": 5, "reward": 1.0, "kl": 0.1, "eval/reward": 2.5}]))
     assert titles_of(only)[:2] == ["Reward", "Held-out reward"]
 
@@ -94,9 +91,8 @@ def test_plot_of_a_thinking_model() -> None:
     page = Page(html_of(plot))
     assert page.tags == ["img"] and page.values("alt") == [f"Training curves, {plot.summary}"]
     image = base64.b64decode(page.values("src")[0].removeprefix("data:image/svg+xml;base64,")).decode()
-    assert image == plot.svg and [text for text in Page(image).texts if text[1] in titles] == [
-        ("text", title) for title in titles
-    ]
+    assert image == plot.svg
+    assert [text for text in Page(image).texts if text[1] in titles] == [("text", title) for title in titles]
     assert "thick: mean of the last 5 steps" in image
 
 
@@ -131,10 +127,8 @@ def test_completions_side_by_side() -> None:
     """Prompt, right answer, thinking and answer apart, and whether it is right; the same prompt on one card."""
     chat = "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n<think>\n"
     wrong = make_sample(chat, correct=False, answer="47", thinking="", tokens=4, thinking_tokens=0)
-    shown = show_completions(
-        make_evaluation(wrong, make_sample("2")), make_evaluation(make_sample(chat), make_sample("2"))
-    )
-    page = Page(html_of(shown))
+    before, after = make_evaluation(wrong, make_sample("2")), make_evaluation(make_sample(chat), make_sample("2"))
+    page = Page(html_of(show_completions(before, after)))
     texts = [text for _, text in page.texts if text.strip()]
     assert texts[1:18] == [
         "1 · right answer ", "46", "12+34=",

@@ -179,9 +179,8 @@ def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
     with running_batch(file) as batch:
-        wait_for(
-            lambda: '"step": 1' in _text(tmp_path / "out" / "b" / "deaf" / "run" / "status.json"), "step 1 is done"
-        )
+        status = tmp_path / "out" / "b" / "deaf" / "run" / "status.json"
+        wait_for(lambda: '"step": 1' in _text(status), "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         time.sleep(2)
         assert batch.poll() is None and len(processes_of(tmp_path)) == 1, "the first one lets it save"

@@ -26,9 +26,8 @@ Tree = dict[str, tuple[str, bool]]  # path -> (SHA-256, executable)
 def run(command: list, cwd: Path, env: dict[str, str] | None = None) -> str:
     """What a command printed; it has to end with exit code 0."""
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
-    )
+    options = {"capture_output": True, "text": True, "timeout": 240, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(words, cwd=cwd, env=env, **options)
     assert done.returncode == 0, f"$ {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 
