@@ -189,13 +189,15 @@ class RLOOTrainer(trl.RLOOTrainer):
         """TRL's; after a step's last pass, gradients are averaged over processes, before clipping."""
         loss = super().training_step(*arguments, **keywords)
         if self.accelerator.sync_gradients:
-            self.rloo.parallel.average_gradients([one for one in self.model.parameters() if one.requires_grad])
+            self.rloo.parallel.average_gradients(
+                [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            )
         return loss
 
     def _close_step(self) -> None:
         """Before the optimizer's step; too many broken steps in a row end the run after a checkpoint."""
         skipped = self.rloo.skipped
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.rloo.close(trained, self.state.global_step + 1)
         if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
@@ -236,10 +238,10 @@ class RLOOTrainer(trl.RLOOTrainer):
         self, max_steps: int, steps_a_pass: int, passes: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         """transformers': the pass and its completed batches; corrected for streams, which it assumes never end."""
-        found = super()._init_training_state(max_steps, steps_a_pass, passes, resume_from_checkpoint, trial)
+        state = super()._init_training_state(max_steps, steps_a_pass, passes, resume_from_checkpoint, trial)
         if not isinstance(self.train_dataset, IterableDataset):
-            return found
-        self._place = read_place(resume_from_checkpoint) or StreamPlace(0, found[1], found[1])
+            return state
+        self._place = read_place(resume_from_checkpoint) or StreamPlace(0, state[1], state[1])
         return self._place.passes, 0 if self.args.ignore_data_skip else self._place.batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -306,11 +308,11 @@ class _LoopCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._count_gradient()  # not in `on_step_end`, where an evaluation may be interrupted
-        cuda, reservoir, found = torch.cuda, self.trainer.rloo.reservoir, self.trainer._step_ends
-        found[:] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
-        found += [(torch.set_rng_state, torch.get_rng_state())]
-        found += [(cuda.set_rng_state_all, cuda.get_rng_state_all())] if cuda.is_initialized() else []
-        found += [(reservoir.load_state_dict, reservoir.state_dict())] if reservoir else []
+        cuda, reservoir, ends = torch.cuda, self.trainer.rloo.reservoir, self.trainer._step_ends
+        ends[:] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
+        ends += [(torch.set_rng_state, torch.get_rng_state())]
+        ends += [(cuda.set_rng_state_all, cuda.get_rng_state_all())] if cuda.is_initialized() else []
+        ends += [(reservoir.load_state_dict, reservoir.state_dict())] if reservoir else []
         self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:

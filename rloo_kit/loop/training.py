@@ -106,10 +106,10 @@ def require_go(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[An
         return
     from rloo_kit import check_preflight  # the part above this one, by its public name
 
-    found = check_preflight(run, policy, data, reward_funcs)
-    say(found)
-    if not found.go:
-        raise PreflightError(found.faults, "by the preflight (run.preflight=true), and nothing was trained")
+    result = check_preflight(run, policy, data, reward_funcs)
+    say(result)
+    if not result.go:
+        raise PreflightError(result.faults, "by the preflight (run.preflight=true), and nothing was trained")
 
 
 def check_start(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> None:
@@ -400,7 +400,7 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
 def _conclude(run: RunConfig, result: TrainResult, before: Evaluation | None, after: Evaluation | None) -> None:
     """The last lines: other health findings, and the verdict, which `status.json` stores."""
     verdict = judge_run(run, result, before, after)
-    say_findings((one for one in result.findings if one.name != verdict.rule), result.steps)
+    say_findings((finding for finding in result.findings if finding.name != verdict.rule), result.steps)
     if is_main_process():
         record_verdict(result.folder, verdict)
     say(verdict)

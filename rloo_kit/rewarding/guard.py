@@ -244,21 +244,21 @@ class GuardedReward:
         some = _pick(batch, own)
         if (log := some.get("log_extra")) is not None:
             some["log_extra"] = lambda column, values: log(column, _spread(values, own, size))
-        found = await self._score_rows(some)
-        return Scored(_spread(found.values, own, size), _spread(found.problems, own, size), found.failures)
+        scored = await self._score_rows(some)
+        return Scored(_spread(scored.values, own, size), _spread(scored.problems, own, size), scored.failures)
 
     async def _score_rows(self, batch: dict[str, Any]) -> Scored:
-        found = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
+        scored = await self._score_form(_in_other_form(batch) if self.form == "other" else batch)
         first = next(iter(batch.get("completions") or batch.get("prompts") or ()), None)
         words = OTHER_FORM.get(type(first), ()) if self.form is None else ()
-        if any(word in str(problem) for problem in found.problems for word in words):
+        if any(word in str(problem) for problem in scored.problems for word in words):
             other = await self._score_form(_in_other_form(batch))
-            if sum(other.failed) < sum(found.failed):
-                self.form, found = "other", other
+            if sum(other.failed) < sum(scored.failed):
+                self.form, scored = "other", other
                 _say_form(self.__name__, isinstance(first, str))
-        if None in found.problems:
+        if None in scored.problems:
             self.form = self.form or "given"
-        return found
+        return scored
 
     async def _score_form(self, batch: dict[str, Any]) -> Scored:
         size = batch_size(batch)
