@@ -90,7 +90,7 @@ class Side:
 
         side, trainer = self, self.trainer
         generate = trainer._generate_single_turn
-        rewarder, method = (trainer.rloo.rewarder, "judge") if self.engine else (trainer, "_calculate_rewards")
+        rewarder, method = (trainer.rloo.rewarder, "reward") if self.engine else (trainer, "_calculate_rewards")
         calculate_rewards = getattr(rewarder, method)
 
         def roll_out(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:

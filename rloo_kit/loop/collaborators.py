@@ -124,7 +124,7 @@ class Rewarder:
         self.failures = FailureCount(trainer.args.reward_failure_steps)
         self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
 
-    def judge(self, completions: list[Completion]) -> Judged:
+    def reward(self, completions: list[Completion]) -> Judged:
         """Rewards and scores; a completion with any failed reward is not scored."""
         trainer = self.trainer
         columns = make_columns(completions, self.has_budget, self.toolbox)
@@ -266,7 +266,7 @@ def watch_failures(
 
 def replace_tied_groups(
     judged: Judged,
-    judge: Callable[[list[dict[str, Any]]], Judged],
+    sample: Callable[[list[dict[str, Any]]], Judged],
     reservoir: "PromptReservoir",
     rounds: int,
     group_size: int,
@@ -286,7 +286,7 @@ def replace_tied_groups(
         share = drawn[parallel.rows(len(drawn) // processes)]
         if not share:
             break
-        fresh = judge([row for row in share for _ in range(group_size)])
+        fresh = sample([row for row in share for _ in range(group_size)])
         useful = (~tied_groups(fresh.scores, group_size)).nonzero().flatten().tolist()
         size, pairs = len(judged.scores), list(zip(tied, useful, strict=False))
         order = torch.arange(size, device=judged.scores.device)  # of the batch, with the rows of `fresh` behind them

@@ -1,6 +1,6 @@
 """One optimizer step of RLOO, top to bottom, without TRL.
 
-    sample -> judge -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
+    sample -> reward -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
 
 `trainer` calls it: `roll_out` for prompts, `loss` for the gradient of rows that were rolled out, `close` before the
 optimizer's step. Sampler, rewarder, scorer and recorder are attributes; they exchange the types of `records`.
@@ -87,10 +87,10 @@ class RLOOStep:
         The policy's mode says if this is training. `leave_open`: KL and advantages may wait for the passes of `loss`,
         see `StepSettings.scores_first`."""
         self.recorder.begin()
-        judged = self.judge(rows)
+        judged = self.sample(rows)
         if model.training and self.reservoir is not None:
             rounds = self.settings.resample_rounds, self.settings.num_generations
-            judged, replaced = replace_tied_groups(judged, self.judge, self.reservoir, *rounds, self.parallel)
+            judged, replaced = replace_tied_groups(judged, self.sample, self.reservoir, *rounds, self.parallel)
             self.recorder.count("rollout/resampled_groups", replaced)
         failed_share = judged.failed.any(dim=1).float().mean().item()
         self.recorder.count("rewards/failed_ratio", failed_share)
@@ -106,14 +106,14 @@ class RLOOStep:
         self.settle(batch)
         return batch
 
-    def judge(self, rows: list[dict[str, Any]]) -> Judged:
+    def sample(self, rows: list[dict[str, Any]]) -> Judged:
         """Sample a completion for each row and score it."""
         before = self.sampler.engine.token_steps
         with self.recorder.timed("rollout"):
             completions = self.sampler.sample(rows)
         self.recorder.sampled(completions, self.sampler.engine.token_steps - before)
         with self.recorder.timed("reward"):
-            return self.rewarder.judge(completions)
+            return self.rewarder.reward(completions)
 
     def lay_out(self, judged: Judged, training: bool) -> RolloutBatch:
         """Token ids and masks on the device, and the scores to compare."""

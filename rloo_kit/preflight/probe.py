@@ -152,7 +152,7 @@ def roll_out(trainer: RLOOTrainer, rows: list[dict[str, Any]], run: RunConfig, t
 
     completions = step.sampler.sample(rows, on_progress=progress)
     sampled = time.monotonic()
-    judged = step.rewarder.judge(completions)
+    judged = step.rewarder.reward(completions)
     judge_s = time.monotonic() - sampled
     return Probe(step.lay_out(judged, training=True), sampled - started, judge_s, list(trainer.reward_func_names))
 
