@@ -177,6 +177,19 @@ def test_shares_and_lengths(make_run, make_policy):
     assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
 
 
+def test_an_answer_reward_that_fails_is_counted_as_unable_to_judge(make_run, make_policy):
+    """Its failure was an infinity, which is not 1: a wrong answer, and nobody heard of it."""
+
+    class Fails(AnswerReward):
+        def score(self, *given: Any, **named: Any) -> Any:
+            raise ValueError("no")
+
+    policy = digits_policy(make_policy, "instruct")
+    own = Fails(thinking=False)
+    measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS), reward_funcs=[own])
+    assert measured.value("accuracy") == 0.0 and measured.unscored == NUM_PROMPTS
+
+
 def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
     hand."""
