@@ -40,10 +40,10 @@ def test_vllm_streams_what_it_samples_without_a_listener(in_process: tuple[Any, 
 
     run, policy = in_process
     prompt, shown = kit.load_data(run, policy.tokenizer).test[0]["prompt"], list[list[int]]()
+    limits = 60 if budget is None else kit.make_budget_limits(policy.tokenizer, policy.tags, 60, budget, 20)
     for temperature in (0.0, 1.0):
         shown.clear()
-        options: dict[str, Any] = {"limits": 60, "temperature": temperature, "seed": 3}
-        options |= {"engine": run.rollout, "thinking_budget": budget, "answer_budget": budget and 20}
+        options = {"limits": limits, "temperature": temperature, "seed": 3, "engine": run.rollout}
         (plain,) = generate_completions(policy, [prompt], **options)
         (heard,) = generate_completions(policy, [prompt], on_tokens=lambda _, ids: shown.append(list(ids)), **options)
         assert heard.ids == plain.ids and heard.forced == plain.forced
