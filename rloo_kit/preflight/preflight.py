@@ -101,7 +101,8 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
     # accelerate's forward in mixed precision; use_cache and the like
     settings = [(vars(owner), dict(vars(owner))) for owner in (model, model.config, model.generation_config)]
     was_training = model.training
-    with keep_random_numbers(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with keep_random_numbers(), torch.random.fork_rng(devices=devices):
         try:
             yield weights
         finally:
