@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# Columns that rewards get in some runs only: with a thinking budget, with tools, with an environment.
+ADDED_COLUMNS = ("thinking_forced", "completion_mask", "turns", "environments")
 Span = tuple[int, int]  # first token of a completion, and the one after the last
 
 
@@ -70,6 +72,11 @@ class Completion:
     def tokens(self) -> int:
         """The number of its tokens, without the tools' results."""
         return len(self.ids) - sum(end - start for start, end in self.context)
+
+
+def list_episodes(completions: Sequence[Completion]) -> list[Episode]:
+    """The episodes of completions; none without tools."""
+    return [completion.episode for completion in completions if completion.episode is not None]
 
 
 def split_turns(ids: list[int], context: Sequence[Span]) -> list[list[int]]:

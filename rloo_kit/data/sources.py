@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rloo_kit import _stack
+from rloo_kit.completion import ADDED_COLUMNS
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data.chat import parse_conversation, refuse_surrogates
 from rloo_kit.errors import DataError, excerpt
@@ -22,7 +23,7 @@ from rloo_kit.system.input_files import DEEPEST, is_deep, looked_for, places_of
 # Names that the trainer itself passes to a reward; columns may not use them.
 TAKEN_COLUMNS = (
     "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "thinking_forced", "completion_mask", "turns", "environments",
+    *ADDED_COLUMNS,
 )  # fmt: skip
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own

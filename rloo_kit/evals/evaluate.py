@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
-from rloo_kit.completion import Completion, measure_calls
+from rloo_kit.completion import Completion, list_episodes, measure_calls
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection, has_thinking_budget
 from rloo_kit.data.answers import (
@@ -376,7 +376,7 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
 
 def _measure_tools(completions: list[Completion]) -> dict[str, float]:
     """`Evaluation.tools`, with a warning if a tool failed."""
-    episodes = [done.episode for done in completions if done.episode is not None]
+    episodes = list_episodes(completions)
     if failures := [text for one in episodes for text in one.failures]:
         say(f"WARNING: tool {failures[0]} ({len(failures)} calls failed; the model gets the error)")
     calls = [call for one in episodes for call in one.calls]

@@ -67,7 +67,7 @@ def public_name(name: str) -> str:
 
 
 def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:
-    """The text of the card; `loading`: what the snippet of this target names, see `card.md.jinja`."""
+    """The text of the model card; `loading`: what the snippet of this target names, see `card.md.jinja`."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from trl.data_utils import apply_chat_template
 
-from rloo_kit.completion import Completion
+from rloo_kit.completion import Completion, list_episodes
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
@@ -51,13 +51,14 @@ class Sampler:
         if any(column in rows[0] for column in ("image", "images")):
             raise DataError("the dataset has an image column; the kit trains text models only: drop the column")
 
-        def sample(prompt_ids: list[list[int]], episodes: Episodes | None) -> Any:
+        def generate(prompt_ids: list[list[int]], episodes: Episodes | None) -> Any:
             options = {"dialogue": episodes, "limits": limits, "on_progress": on_progress}
-            return self.trainer._generate_single_turn(prompt_ids, None, options)
+            given = {name: value for name, value in options.items() if value is not None}  # mostly none, as in TRL
+            return self.trainer._generate_single_turn(prompt_ids, None, given)
 
         return complete(
             rows,
-            sample,
+            generate,
             self.trainer._tokenizer,
             end_ids=self.end_ids,
             think_end_id=self.trainer.think_tags.end_id,
@@ -96,7 +97,7 @@ class Sampler:
 
         Raises ToolError if more calls failed than `max_reward_failure_share` in too many rollouts in a row; a
         checkpoint is saved first."""
-        episodes = [completion.episode for completion in completions if completion.episode is not None]
+        episodes = list_episodes(completions)
         kinds = self.parallel.gather_list([kind for episode in episodes for _, kind in episode.calls])
         share = kinds.count("failed") / max(1, len(kinds))
         messages = list(dict.fromkeys(text for episode in episodes for text in episode.failures))[:3]

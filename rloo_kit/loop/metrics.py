@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rloo_kit.completion import Completion, measure_calls
+from rloo_kit.completion import Completion, list_episodes, measure_calls
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, ROW_REWARDS, task_of
 from rloo_kit.gradient.advantages import AdvantageSettings, kl_charge, scale_by_group, tied_groups
 from rloo_kit.gradient.objective import sum_rows
@@ -198,7 +198,7 @@ class Recorder:
 
     def _measure_tools(self, completions: list[Completion]) -> dict[str, float]:
         """Metrics of the tools in one generation batch, over all processes; none in a run without tools."""
-        episodes = [completion.episode for completion in completions if completion.episode is not None]
+        episodes = list_episodes(completions)
         if not episodes:
             return {}
         gather_list = self.parallel.gather_list

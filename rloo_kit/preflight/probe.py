@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rloo_kit.checks.preflight_result import Measures, RewardFound, Spread
-from rloo_kit.completion import Episode, measure_calls
+from rloo_kit.completion import Episode, list_episodes, measure_calls
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
@@ -227,7 +227,7 @@ def describe_probe(run: RunConfig, policy: Policy, probe: Probe, measures: Measu
         measures.closed, measures.think_end_id = sum(closed) / len(closed), end_id
         measures.forced = sum(bool(completion.forced) for completion in completions) / len(closed)
         measures.thinking_tokens = Spread.of([completion.thinking_tokens for completion in completions])
-    if played := list_episodes(batch):
+    if played := list_episodes(completions):
         calls = [call for episode in played for call in episode.calls]
         measures.episodes = measure_calls(calls, [len(completion.turns) for completion in completions])
         shown = max(played, key=lambda episode: (bool(episode.calls), episode.cut is None)).messages
@@ -242,11 +242,6 @@ def describe_probe(run: RunConfig, policy: Policy, probe: Probe, measures: Measu
     if answers is not None:
         shares = (answers == 1.0).view(-1, size).float().mean(dim=1).tolist()
         measures.pass_rate, measures.pass_low, measures.pass_high = clustered(shares, size).ends
-
-
-def list_episodes(batch: RolloutBatch) -> list[Episode]:
-    """The episodes of a batch; none without tools."""
-    return [completion.episode for completion in batch.judged.completions if completion.episode is not None]
 
 
 def is_unsure(probe: Probe, measures: Measures) -> bool:
@@ -281,7 +276,7 @@ def find_rollout_faults(
     if policy.family == "instruct" and closed > CLOSED:
         found = f"{closed:.0%} of {count} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
-    if played := list_episodes(probe.batch):
+    if played := list_episodes(completions):
         yield from _find_call_faults(run, played, bool(measures.tools))
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1

@@ -6,7 +6,7 @@ For the loop, held-out evaluations, the judge of answers and the check before a 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rloo_kit.completion import Completion
+from rloo_kit.completion import Completion, list_episodes
 from rloo_kit.rewarding.guard import GuardedReward, Scored
 from rloo_kit.rewarding.signature import CONVENTION, NOT_PASSED
 from rloo_kit.tools.toolbox import Toolbox
@@ -40,7 +40,7 @@ def make_columns(completions: Sequence[Completion], has_budget: bool, toolbox: T
         columns[name] = [completion.row[name] for completion in completions]
     if has_budget:
         columns["thinking_forced"] = [bool(completion.forced) for completion in completions]
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    episodes = list_episodes(completions)
     if episodes:
         columns["completion_mask"] = [_mask_results(completion) for completion in completions]
         columns["turns"] = [episode.messages for episode in episodes]

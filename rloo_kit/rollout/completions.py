@@ -52,7 +52,12 @@ def complete(
     """
     episodes = None if tools is None else tools.begin(rows)
     prompts = [row["prompt"] for row in rows] if episodes is None else episodes.prompts
-    prompt_ids = tokenizer(prompts)["input_ids"] if tokenize is None else tokenize(prompts)
+    if tokenize is None:  # the samples of a prompt share its ids
+        distinct = list(dict.fromkeys(prompts))
+        ids_of = dict(zip(distinct, tokenizer(distinct)["input_ids"], strict=True))
+        prompt_ids = [ids_of[prompt] for prompt in prompts]
+    else:
+        prompt_ids = tokenize(prompts)
     if not all(prompt_ids):
         raise DataError(f"prompt {prompt_ids.index([])} has no tokens; there is nothing to continue")
     sampled = sample(prompt_ids, episodes)

@@ -92,6 +92,7 @@ def test_a_subclass_hears_which_of_its_overrides_is_not_called(make_own, make_ti
 
         def _generate_single_turn(self, prompt_ids, *more):
             self.asked += len(prompt_ids)
+            assert more == (None, {}), "what TRL passes to its own, which may go into generate"
             return super()._generate_single_turn(prompt_ids, *more)
 
     options = {"per_device_train_batch_size": 4, "max_steps": 1, "max_completion_length": 4, "beta": 0.0}

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.completion import Completion, Episode
+from rloo_kit.completion import ADDED_COLUMNS, Completion, Episode
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.score import make_columns, name_columns, score
+from rloo_kit.rewarding.signature import IN_SOME_RUNS
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "1+1=2"}
 
@@ -27,6 +28,7 @@ def test_the_columns_named_before_a_run_are_those_that_rewards_get(has_budget, e
     named = name_columns(ROW, has_budget, toolbox if has_tools else None)
     assert [*columns] == ["prompts", "completions", "completion_ids", *named] and "answer" in named
     assert all(len(values) == 2 for values in columns.values()) and "completion" not in named
+    assert {*ADDED_COLUMNS} == {*IN_SOME_RUNS} >= {*named} - {*ROW}
     if has_tools:
         assert columns["completion_mask"] == [[1, 0, 1]] * 2 and columns["turns"][1] == episodes[1].messages
     assert columns.get("thinking_forced", [True, True]) == [True, True]
