@@ -1,6 +1,5 @@
 """Assembles a trainer's step from its arguments, its model and its backend."""
 
-import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -223,9 +222,8 @@ def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
     def hand_over(target: Path) -> None:
         write_adapter(trainer.accelerator, trainer.model_wrapped, target)
 
-    run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = model.config.get_text_config().vocab_size
-    return ServerSettings(args.rollout_server_url, folder, hand_over, run, vocabulary)
+    return ServerSettings(args.rollout_server_url, folder, hand_over, vocabulary)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

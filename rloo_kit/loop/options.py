@@ -269,12 +269,9 @@ FURTHER_ARGUMENTS = (
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`."""
     on_cpu = policy.model.device.type == "cpu"
-    shared = run.rollout.server_adapters  # by several runs; each deletes its leftovers, so each gets a folder
-    own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu}
         | run.to_arguments()
-        | own_folder
         | planned_limits(run, policy)
         | precision_flags(run)
         | policy.config_arguments

@@ -1,8 +1,6 @@
 """From prompts to completions: `complete`, the one way for training, evaluation, preflight and `ask`, and
 `generate_completions`, which calls it with the policy's own engine."""
 
-import os
-import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +12,7 @@ import torch
 from rloo_kit.completion import Completion, split_turns
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
+from rloo_kit.models.adapters import ADAPTER_ALONE, find_handover_problem, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Engine, OnTokens, Progress
@@ -191,8 +189,8 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     """Where the engine "server" samples, with a folder for this call's adapter."""
     from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
 
-    if not hasattr(policy.model, "peft_config"):
-        raise ConfigError(NO_ADAPTER)
+    if problem := find_handover_problem(policy.model):
+        raise ConfigError(problem)
 
     def hand_over(target: Path) -> None:
         weights = {}
@@ -203,11 +201,11 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
         follow_umask(target)
 
     vocabulary = policy.model.config.get_text_config().vocab_size
-    shared, name = rollout.server_adapters, f"{socket.gethostname()}:{os.getpid()}"
+    shared = rollout.server_adapters
     with nullcontext(shared) if shared is not None else tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         if shared is None:
             Path(folder).chmod(0o755)  # the server may run as another user
-        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, name, vocabulary)
+        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, vocabulary)
 
 
 def find_end_ids(policy: Policy) -> list[int]:

@@ -7,16 +7,13 @@ requests run at once; the others wait.
 import filecmp
 import json
 import math
-import os
 import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
@@ -28,8 +25,7 @@ from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.models.vllm import InProcessVllm
 from rloo_kit.rollout.engine import Call, Engine, Sampling
 from rloo_kit.rollout.types import CompletionState
-from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
-from rloo_kit.runs.files import write_text
+from rloo_kit.rollout.vllm_client import VllmClient
 from rloo_kit.system.processes import hold_signals, is_main_process
 
 _requests = count()  # of this process: each name is used once
@@ -137,10 +133,6 @@ def _take(state: CompletionState, completion: Any) -> None:
 
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues the rest
-LOOK_S = 30.0  # without an answer, after which the server's state is checked
-SETTLE_S = 2.0  # before a lost request is sent again
-PREFIX = "rloo-"  # of the names of adapters and their folders
-MARKER = ".rloo-kit-run"  # a file in an adapter's folder that names the run that may delete it (`ServerSettings.run`)
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -152,14 +144,12 @@ class ServerSettings:
         url: http://host:port.
         folder: for adapters; the server sees it under the same path. Other runs and other files may share it.
         hand_over: writes the adapter into the empty folder that it is given; called by all processes at once.
-        run: identifies this run. What an earlier process of the same run left in `folder` is deleted.
         vocabulary: number of ids that the model knows; an answer with another id is refused. None: not checked.
     """
 
     url: str
     folder: Path
     hand_over: Callable[[Path], None]
-    run: str
     vocabulary: int | None = None
 
 
@@ -167,8 +157,8 @@ class ServerEngine(Engine):
     """See `choice.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
     seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
 
-    A request that is lost is sent once more. `sample` raises `RolloutServerError` where the server is down, was
-    restarted, refuses the adapter or cannot hold the completions.
+    `sample` raises `RolloutServerError` where the server is down, was restarted, refuses the adapter or cannot hold the
+    completions.
 
     Attributes:
         rows: requests of this process in flight at once; None for up to 256.
@@ -176,35 +166,26 @@ class ServerEngine(Engine):
 
     name = "server"
 
-    def __init__(
-        self, settings: ServerSettings, reason: str, sampling: Sampling, client: VllmClient | None = None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, reason: str, sampling: Sampling) -> None:
         super().__init__(f"{reason}; {settings.url}", sampling)
         self._settings = settings
         self._folder = settings.folder.resolve()
-        self._client = client or VllmClient(settings.url, say=sampling.say)
-        self._stem, self._count = f"{PREFIX}{uuid4().hex}", 0
+        self._client = VllmClient(settings.url, sampling.say)
+        self._stem, self._count = f"rloo-{uuid4().hex}", 0
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._made_folder = False  # by this process, for its adapters
         self._max_tokens: int | None = None
-        self._stop = threading.Event()  # the completions in flight are no longer needed
 
     def _finish(self, call: Call) -> None:
-        self._stop.clear()
-        try:
-            self._publish(call.states[0].prompt)
-            longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
-            if self._max_tokens is not None and longest + room > self._max_tokens:
-                raise RolloutServerError(
-                    f"a prompt of {longest} tokens and a completion of {room} exceed the {self._max_tokens} of "
-                    f"{self._client.url}: start it with --max-model-len {longest + room} or more, or lower "
-                    "rloo.max_completion_length"
-                )
-            self._sample_all(call)
-        except ServerLostError as error:
+        self._publish(call.states[0].prompt)
+        longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
+        if self._max_tokens is not None and longest + room > self._max_tokens:
             raise RolloutServerError(
-                f"{error}: read the server's log, restart it, and continue the run with --resume"
-            ) from error
+                f"a prompt of {longest} tokens and a completion of {room} exceed the {self._max_tokens} of "
+                f"{self._client.url}: start it with --max-model-len {longest + room} or more, or lower "
+                "rloo.max_completion_length"
+            )
+        self._sample_all(call)
 
     def close(self) -> None:
         """Unload the adapter and delete its folder; the next `sample` writes and loads it again."""
@@ -235,7 +216,6 @@ class ServerEngine(Engine):
         try:
             self._made_folder |= not self._folder.exists()
             (self._folder / name).mkdir(parents=True)  # fails if it exists
-            write_text(self._folder / name / MARKER, self._settings.run)
         except OSError as error:
             raise RolloutServerError(
                 f"the adapter cannot be written into {self._folder}: {error.strerror or error}; set "
@@ -253,7 +233,6 @@ class ServerEngine(Engine):
             self._adapter = None
             self._load(name)
             return name, self._max_tokens
-        self._client.wait_until_up()
         bases, max_tokens = self._client.read_served()
         trained = str(self._read_config(name).get("base_model_name_or_path") or "")
         if _last_part(trained) not in {_last_part(text) for pair in bases.items() for text in pair}:
@@ -262,9 +241,6 @@ class ServerEngine(Engine):
                 f"rollout: the server at {self._client.url} serves {pairs}, but this run trains "
                 f"{trained or 'a model without a name'}: the weights have to be the same"
             )
-        for folder in self._folder.glob(f"{PREFIX}*"):  # what a killed process of this run left behind
-            if folder.name != name and self._is_ours(folder):
-                self._forget(folder.name)
         self._load(name)
         self._adapter = name
         temperature, filters = self.sampling.temperature, self.sampling.filters
@@ -278,7 +254,7 @@ class ServerEngine(Engine):
         return name, max_tokens
 
     def _load(self, name: str) -> None:
-        self._send(self._client.load_adapter, name, str(self._folder / name), self._read_config(name)["r"])
+        self._client.load_adapter(name, str(self._folder / name), self._read_config(name)["r"])
 
     def _forget(self, name: str) -> None:
         try:
@@ -290,41 +266,18 @@ class ServerEngine(Engine):
     def _read_config(self, name: str) -> dict[str, Any]:
         return dict(json.loads((self._folder / name / CONFIG).read_text(encoding="utf-8")))
 
-    def _is_ours(self, folder: Path) -> bool:
-        """Whether a process of this run made the folder; links are not followed."""
-        marker = folder / MARKER
-        try:
-            is_plain = folder.lstat().st_uid == os.getuid() and not folder.is_symlink() and not marker.is_symlink()
-            return is_plain and marker.is_file() and marker.read_bytes() == self._settings.run.encode()
-        except OSError:
-            return False
-
     def _sample_all(self, call: Call) -> None:
-        """Finish all states; the first error ends it. No request stays in flight at the end: vLLM's engine dies when it
+        """Finish all states. An error ends it as soon as the requests in flight are done: vLLM's engine dies when it
         needs an adapter that was replaced and whose folder was deleted."""
         seeds = torch.randint(2**31 - 1, (len(call.states),)).tolist()
-        done: SimpleQueue[Future[None]] = SimpleQueue()
-        left = len(call.order)
         with ThreadPoolExecutor(self.rows or IN_FLIGHT, thread_name_prefix="rollout") as pool:
-            started: list[Future[None]] = []
+            tasks = [pool.submit(self._sample_one, call.states[number], seeds[number], call) for number in call.order]
             try:
-                for number in call.order:
-                    started.append(pool.submit(self._sample_one, call.states[number], seeds[number], call))
-                    started[-1].add_done_callback(done.put)
-                while left:
-                    try:
-                        done.get(timeout=LOOK_S).result()
-                    except Empty:  # a server that is shut down stops listening and never answers what is in flight
-                        self._client.check_holds(str(self._adapter))
-                        continue
-                    left -= 1
-                    call.report(len(call.states) - left)
+                for done, task in enumerate(as_completed(tasks), len(call.states) - len(tasks) + 1):
+                    task.result()
+                    call.report(done)
             finally:
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                begun = [future for future in started if not future.cancelled()]  # to `wait`, cancelled is unfinished
-                while wait(begun, timeout=0.1).not_done:
-                    self._client.hang_up()
+                pool.shutdown(cancel_futures=True)
         if call.on_tokens is not None:
             for number in sorted(call.order):
                 call.on_tokens(number, call.states[number].ids)
@@ -338,9 +291,7 @@ class ServerEngine(Engine):
                 continue
             room, stops = state.next_stretch
             prefix, number = state.prompt + state.ids, (seed + state.requests) % 2**31
-            ids, logps = self._send(
-                self._client.complete, str(self._adapter), prefix, room, stops, number, self.sampling
-            )
+            ids, logps = self._client.complete(str(self._adapter), prefix, room, stops, number, self.sampling)
             if max(ids) >= vocabulary:
                 raise RolloutServerError(
                     f"{self._client.url} sampled the id {max(ids)}, but this run's model has {vocabulary} ids: serve "
@@ -348,15 +299,6 @@ class ServerEngine(Engine):
                 )
             for token, logp in zip(ids, logps, strict=True):
                 state.take(token, logp)
-
-    def _send(self, request: Callable[..., Any], *arguments: Any) -> Any:
-        """One request of the client, sent once more if it is lost."""
-        try:
-            return request(*arguments)
-        except ServerLostError:
-            if self._stop.wait(SETTLE_S):
-                raise
-            return request(*arguments)
 
 
 def _last_part(name: str) -> str:

@@ -115,8 +115,7 @@ def test_every_key_of_a_file_arrives(tmp_path):
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = RLOOConfig(**training_arguments(run, policy, tmp_path))
     chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
-    own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
-    chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
+    chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": "/shared/adapters"}
     assert {name: getattr(config, name) for name in chosen} == chosen
 
 

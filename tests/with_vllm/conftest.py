@@ -131,11 +131,6 @@ class VllmServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def terminate(self) -> None:
-        """SIGTERM, as a service manager sends it, and no more than that."""
-        assert self._process is not None
-        self._process.terminate()
-
     def stop(self) -> None:
         """Kill it with all its children."""
         if self._process is None:
