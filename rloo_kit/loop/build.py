@@ -227,10 +227,9 @@ def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Turn dropout off. TRL's covers torch's modules; most attentions keep a number, PEFT one for each adapter."""
+    """Turn dropout off. TRL's covers torch's modules; most attentions keep a number."""
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if name.endswith(("dropout", "pdrop", "layerdrop")) or (name == "p" and "Dropout" in type(module).__name__):
-                off = dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0
-                setattr(module, name, off if isinstance(value, dict | float) else value)
+            if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -22,14 +22,7 @@ NO_ADAPTER = (
     "rollout.engine is server or vllm, which samples from an adapter, but this run trains every parameter: train an "
     "adapter (model.lora), or set rollout.engine=generate"
 )
-# Kinds, and options of LoRA, that need PEFT's own forward, draw noise, or share tensors with their copy.
-REFUSED_KINDS = (
-    "XLORA", "POLY", "ADAPTION_PROMPT", "SHADOW", "PVERA", "LILY", "alora_invocation_tokens", "monteclora_config",
-)  # fmt: skip
-NO_COPY = (
-    "the KL needs a frozen copy of the adapter, and PEFT takes no second AdaLoRA adapter, nor one with biases: {}, or "
-    "train a LoRA adapter with bias='none'"
-)
+NO_COPY = "the KL needs a frozen copy of the adapter, and PEFT takes no second one with biases: {}, or set bias='none'"
 MORE_THAN_MATRICES = ("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # initialisations that leave the base unchanged
 
@@ -41,17 +34,16 @@ def check_model(arguments: dict[str, Any]) -> None:
     is_name = isinstance(model, str)
     is_wrapped = not is_name and is_peft_model(model)
     config: Any = model.peft_config.get("default") if is_wrapped else new
-    kind = getattr(getattr(config, "peft_type", None), "value", None)
-    kind = next((option for option in REFUSED_KINDS if getattr(config, option, None)), kind)
+    kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else getattr(config, "peft_type", "LORA")
     active = list(model.active_adapters) if is_wrapped else ["default"]
     problems = [
         (is_wrapped and new is not None,
          "peft_config was given, but the model already has an adapter: drop one of them"),
-        (kind in REFUSED_KINDS or getattr(config, "is_prompt_learning", False),
-         f"{kind} changes more than layers' weights, so it cannot be sampled and scored: use a plain LoraConfig"),
+        (kind != "LORA",
+         f"the adapter is of the kind {getattr(kind, 'value', kind)}, but the kit trains LoRA: use a LoraConfig"),
         (active != ["default"],
          f"the active adapters are {', '.join(active)}: merge all but one (merge_and_unload), and name it 'default'"),
-        (is_wrapped and (kind == "ADALORA" or getattr(config, "bias", "none") != "none"),
+        (is_wrapped and getattr(config, "bias", "none") != "none",
          NO_COPY.format("give the bare model and peft_config")),
         (is_wrapped and isinstance(model.get_output_embeddings(), BaseTunerLayer),
          "the adapter changes lm_head, whose own matrix is scored: leave it out of target_modules"),
@@ -200,25 +192,20 @@ def settle_reference(model: Any, beta: float, reference: str) -> None:
 
     TRL creates "ref" if the model came with an adapter, but does not copy the matrices of embeddings; if TRL created
     the adapter, "ref" is missing. An unused copy, or one of the identity, is deleted: it costs memory and time. Raises
-    ConfigError if PEFT cannot copy the adapter (AdaLoRA), or cannot switch it off (trained biases).
+    ConfigError for trained biases, which PEFT neither copies nor switches off.
     """
     if not is_peft_model(model):
         return
-    config = copy.deepcopy(model.peft_config["default"])
-    if beta and getattr(config, "bias", "none") != "none":
+    config: Any = copy.deepcopy(model.peft_config["default"])
+    if beta and config.bias != "none":
         raise ConfigError(NO_COPY.format("set beta=0.0"))
     if not beta or reference == "base" or is_identity(model):
         drop_reference(model)
         return
     if "ref" in model.peft_config:
         model.peft_config["ref"] = config  # TRL's is the policy's own object
-    elif config.peft_type == "ADALORA":
-        if config.init_lora_weights is True:
-            return  # it starts as the base
-        raise ConfigError(NO_COPY.format("set beta=0.0"))
     else:
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # see `keep_base`
+        config.init_lora_weights = False  # see `keep_base`
         model.add_adapter("ref", config)
     named = dict(model.named_parameters())
     for name, value in named.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rloo_kit._stack import load_stack
-from rloo_kit.collective import gather_objects, main_first, start_processes
+from rloo_kit.collective import main_first, start_processes
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
@@ -117,7 +117,6 @@ def load_policy(run: RunConfig) -> Policy:
     stack = load_stack()
     start_processes()
     name, reason = _choose(run, stack)
-    _refuse_mixed_gpus(run)
     with main_first():
         source = find_source(run)
     vllm, engine_reason = _plan_vllm(run, name)
@@ -248,20 +247,6 @@ def _announce(plan: VllmPlan, model: Any) -> None:
     """Print one line: which vLLM samples, and its planned memory."""
     share = f"{plan.gpu_memory_utilization:.2f} of the GPU, {plan.pool_gib:.2f} GiB for keys and values"
     print(f"vLLM: {find_vllm(model)}{f'; {share}' if model.device.type == 'cuda' else ''}", flush=True)
-
-
-def _refuse_mixed_gpus(run: RunConfig) -> None:
-    """Require one dtype and one precision in all processes, because their gradients are averaged."""
-    settled = environment.current()
-    dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
-    open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
-    found = gather_objects((dtype, settled.precision if open_precision else "the file's"))
-    if len(set(found)) > 1:
-        gpus = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
-        raise BackendError(
-            f"the GPUs of this run differ in dtype or precision ({gpus}), but all must use the same: set "
-            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU supports"
-        )
 
 
 def trained_run(source: str | Path, *overrides: str) -> RunConfig:

@@ -5,9 +5,8 @@ Restores what Unsloth changes by itself: settings of the config, mixed precision
 
 import copy
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -46,7 +45,6 @@ CONSTRUCTOR_CHANGES = (
     "per_device_eval_batch_size",
 )  # fmt: skip
 ITS_OWN = ("gradient_checkpointing_kwargs",)  # Unsloth's checkpoints are reentrant unless you ask for another form
-_said_graphs = False
 
 
 def unusable(run: RunConfig, stack: Any) -> str | None:
@@ -105,10 +103,10 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
     """Unsloth's fast generation without gradients; restores training mode and its checkpointing afterwards."""
-    was_training, graphs = model.training, _decode_graphs()
+    was_training = model.training
     model.for_inference()
     try:
-        with torch.no_grad(), nullcontext() if graphs is None else graphs.rl_generation():
+        with torch.no_grad(), _decode_graphs().rl_generation():
             yield
     finally:
         free_caches(model)
@@ -117,26 +115,8 @@ def inference_mode(model: Any) -> Iterator[None]:
 
 
 def _decode_graphs() -> Any:
-    """Unsloth's CUDA graphs of decoding steps, on only in the scope of an RL generation; None before 2026.10.9."""
-    return sys.modules.get("unsloth.models._decode_graphs")
-
-
-def report_graphs(model: Any, tokens: int, say: Callable[[str], None]) -> None:
-    """In `inference_mode`, after a batch of `tokens`: say, once a process, if Unsloth decodes without graphs where it
-    would have them (on an NVIDIA GPU, unless switched off)."""
-    global _said_graphs
-    graphs = _decode_graphs()
-    if _said_graphs or graphs is None or tokens < 8 or not graphs.enabled():  # the first tokens have no graph
-        return
-    found = graphs.stats(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    reason = found.get("disabled") or ("" if found.get("captures") else "it captured none; only for Llama and Qwen3")
-    if reason:
-        _said_graphs = True
-        say(
-            f"rollout: Unsloth decodes without CUDA graphs until this process ends ({reason.splitlines()[0]}), so a "
-            "token of few rows takes up to twice as long (estimated). If memory ran out, start again with a lower "
-            "rollout.rows; else rollout.engine=vllm has graphs of its own"
-        )
+    """Unsloth's CUDA graphs of decoding steps, on only in the scope of an RL generation."""
+    return import_module("unsloth.models._decode_graphs")
 
 
 @contextmanager
@@ -160,8 +140,7 @@ def uncompiled() -> AbstractContextManager[None]:
 def free_caches(model: Any) -> None:
     """Free what Unsloth's fast decoding keeps: its graphs with their buffers, and the buffers without graphs, which
     otherwise stay until a layer's next full forward."""
-    if (graphs := _decode_graphs()) is not None:
-        graphs.release_for_training(model)
+    _decode_graphs().release_for_training(model)
     for module in model.modules():
         for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
             vars(module).pop(name, None)

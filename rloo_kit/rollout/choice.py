@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
 ALIBI = ("bloom", "mpt")
-# Modules whose functions end up in transformers' `generate`. A class of transformers.models with its own does not.
-PLAIN = ("transformers.generation", "torch", "peft", "accelerate")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
 _measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
@@ -45,14 +43,10 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     Raises:
         BackendError: an engine that cannot be used here.
     """
-    is_unsloth = backend == "unsloth"
-    module = None if is_unsloth else _find_own_generate(model)  # Unsloth's is a patch itself
     if wanted == "auto":
-        if module is None and find_vllm(model) is not None:
+        if find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
-        if module is not None:
-            return "generate", f"the model's own generate ({module}) is called"
         obstacle = _native_obstacle(model, backend)
         if not obstacle and model in _measured:
             return _measured[model]
@@ -64,25 +58,11 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
         if problem := find_handover_problem(model):
             raise BackendError(problem)
         problem = find_vllm_problem()
-        if problem is None and is_unsloth:
+        if problem is None and backend == "unsloth":
             problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
         if problem:
             raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
-    bypassed = f"; the model's own generate ({module}) is not called" if module and wanted != "generate" else ""
-    return wanted, f"rollout.engine asks for it{bypassed}"
-
-
-def _find_own_generate(model: Any) -> str | None:
-    """The module of a `generate` that was patched, on the model or on a class, or that its class defines, which the
-    native loop would bypass; None if it is transformers' own."""
-    for part in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
-        function: Any = getattr(part, "generate", None)
-        while function is not None:  # a decorator may hide the function it wraps, or be the patch
-            module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-            if not any(module == name or module.startswith(f"{name}.") for name in PLAIN):
-                return str(module)
-            function = getattr(function, "__wrapped__", None)
-    return None
+    return wanted, "rollout.engine asks for it"
 
 
 def _native_obstacle(model: Any, backend: str) -> str | None:

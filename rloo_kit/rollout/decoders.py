@@ -5,17 +5,10 @@ Live rows occupy the first slots: a row that ends is overwritten by the last liv
 Shapes: S slots, R live rows, L tokens up to the longest live row, G key-value heads, P prompt tokens, D head size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from rloo_kit.gradient import packing
 from rloo_kit.sizes import CACHE_BLOCK
 
 Stored = dict[int, torch.Tensor]  # by layer: (S, G, capacity, D)
@@ -95,17 +88,11 @@ class SlotCache:
                 store[layer] = grown
 
 
-GROUPED = "rloo_grouped"  # the name of `attend_grouped` in transformers' table
-MORE_THAN_A_MASK = ("sliding_window", "softcap", "s_aux", "position_bias")  # other arguments of an attention
-
-
 class ModuleDecoder:
     """Runs the model's own modules, with `SlotCache` in place of their cache; made for one rollout.
 
     Attributes:
         replayable: whether `decode` is a fixed sequence of operations once `prepare` was called.
-        groups_heads: whether a step uses `attend_grouped`, which needs SDPA through transformers' interface; else it
-            uses the model's own attention.
     """
 
     replayable = False
@@ -113,11 +100,7 @@ class ModuleDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model.get_base_model() if hasattr(model, "peft_config") else model
         self.device = self.model.get_input_embeddings().weight.device
-        attention = self.model.config.get_text_config()._attn_implementation
-        self._float_mask = attention == "eager"
-        self.groups_heads = attention in (packing.PLAIN, packing.NAME) and getattr(
-            self.model, "_supports_attention_backend", False
-        )
+        self._float_mask = self.model.config.get_text_config()._attn_implementation == "eager"
 
     def prepare(self, length: int) -> None:
         """Be ready for rows of so many tokens."""
@@ -139,62 +122,14 @@ class ModuleDecoder:
         if self._float_mask:
             dtype = self.model.dtype
             mask = torch.zeros(mask.shape, dtype=dtype, device=self.device).masked_fill_(~mask, torch.finfo(dtype).min)
-        if self.groups_heads and cache.is_even:
-            mask = mask[..., :0]  # with None the model would build its own
-        with _grouped_heads(self.model) if self.groups_heads else nullcontext():
-            return self.model(
-                input_ids=tokens[:, None],
-                position_ids=positions[:, None],
-                attention_mask=mask,
-                past_key_values=_StepCache(cache),
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-
-
-@contextmanager
-def _grouped_heads(model: Any) -> Iterator[None]:
-    """A block in which the model uses `attend_grouped`."""
-    AttentionInterface.register(GROUPED, attend_grouped)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
-    config = model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def attend_grouped(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """SDPA for one new token per row: the H / G query heads that share keys and values become rows of one call.
-
-    With a mask, transformers' own attention, which handles more than one token and more than a mask, copies keys and
-    values H / G times, in every layer for every token.
-
-    Args:
-        query: (R, H, 1, D). key, value: (R, G, L, D). attention_mask: (R, 1, 1, L), empty if all rows see all tokens.
-
-    Returns:
-        (R, 1, H, D), and None for the weights.
-    """
-    mask = attention_mask if attention_mask is not None and attention_mask.numel() else None
-    if query.size(2) != 1 or any(kwargs.get(name) is not None for name in MORE_THAN_A_MASK):
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    rows, heads, _, size = query.shape
-    grouped = query.reshape(rows, key.size(1), heads // key.size(1), size)
-    output = functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
-    )  # (R, G, H / G, D)
-    return output.reshape(rows, 1, heads, -1), None
+        return self.model(
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=_StepCache(cache),
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
 
 
 class _StepCache:

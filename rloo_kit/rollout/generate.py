@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rloo_kit.errors import BackendError
-from rloo_kit.models.backends import is_coarse, load_backend
+from rloo_kit.models.backends import is_coarse
 from rloo_kit.rollout.engine import Call, Engine, OnTokens, Sampling
 from rloo_kit.rollout.types import CompletionState
 from rloo_kit.system.memory import is_out_of_memory
@@ -105,7 +105,6 @@ class GenerateEngine(Engine):
             return False
         self.token_steps += output.size(1) - width
         steering.finish(output)
-        load_backend("unsloth").report_graphs(self._model, output.size(1) - width, self.sampling.say)
         for state in states:
             call.states[state.number] = state
         return True

@@ -8,7 +8,6 @@ Shapes: R live rows, S slots, L tokens, V vocabulary.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.draw import draw
-from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.types import CompletionState
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows of a graph; then multiples of 64
@@ -50,31 +48,15 @@ def capture(function: Callable[[], None], pool: Any) -> Callable[[], None]:
     return graph.replay
 
 
-class GraphEngine(Engine):
-    """An engine whose token steps may be CUDA graphs.
-
-    Attributes:
-        uses_graphs: on a GPU, until a capture fails. counts: token steps that were "replays" and "eager", "captures",
-            and their seconds, "capture_s".
-    """
-
-    def __init__(self, reason: str, sampling: Sampling, uses_graphs: bool) -> None:
-        super().__init__(reason, sampling)
-        self.uses_graphs = uses_graphs
-        self.counts: Counter[str] = Counter()
-
-
 class TokenSteps:
     """Draws one more token for each live row.
 
     Args:
-        engine: whose sampling is followed; its counts grow, and it uses no graphs after a failed capture.
+        engine: the `NativeEngine`, whose counts grow and which uses no graphs after a failed capture.
         longest: the longest row that may come, in tokens, for CUDA graphs, whose cache does not grow; None without.
     """
 
-    def __init__(
-        self, engine: GraphEngine, decoder: ModuleDecoder, cache: SlotCache, longest: int | None = None
-    ) -> None:
+    def __init__(self, engine: Any, decoder: ModuleDecoder, cache: SlotCache, longest: int | None = None) -> None:
         self.engine, self.decoder, self.cache = engine, decoder, cache
         self.temperature, filters = engine.sampling.temperature, engine.sampling.filters
         self.cut, self.reads_history = filters.make_cut(), filters.repetition_penalty != 1.0
@@ -166,7 +148,7 @@ class TokenSteps:
                     "from Python, several times slower"
                 )
             counts["captures"] += 1
-            counts["capture_s"] += time.perf_counter() - started  # type: ignore[assignment]
+            counts["capture_s"] += time.perf_counter() - started
         replay = self.replays.setdefault(key, None)
         counts["eager" if replay is None else "replays"] += 1
         (replay or step)()

@@ -10,7 +10,7 @@ same code.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import groupby
@@ -22,8 +22,8 @@ import torch
 from rloo_kit.errors import BackendError
 from rloo_kit.models.backends import has_unsloths_layers, is_coarse
 from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
-from rloo_kit.rollout.engine import Call, Sampling
-from rloo_kit.rollout.graphs import GraphEngine, TokenSteps
+from rloo_kit.rollout.engine import Call, Engine, Sampling
+from rloo_kit.rollout.graphs import TokenSteps
 from rloo_kit.rollout.layers import DirectDecoder, NotPlainError
 from rloo_kit.rollout.types import CompletionState
 from rloo_kit.sizes import GRAPH_CACHE_BLOCK
@@ -35,15 +35,22 @@ CHECKED = (48, 31)  # tokens of the rows whose last logits are compared
 TOLERANCE, TOLERANCE_16_BITS = 1e-4, 0.05  # root mean square of the difference over the logits' spread
 
 
-class NativeEngine(GraphEngine):
-    """See `choice.build_engine` for the arguments."""
+class NativeEngine(Engine):
+    """See `choice.build_engine` for the arguments.
+
+    Attributes:
+        uses_graphs: on a GPU, until a capture fails. counts: token steps that were "replays" and "eager", "captures",
+            and their seconds, "capture_s".
+    """
 
     name = "native"
 
     def __init__(
         self, model: Any, mode: Callable[[], AbstractContextManager[None]], reason: str, sampling: Sampling
     ) -> None:
-        super().__init__(reason, sampling, uses_graphs=model.device.type == "cuda")
+        super().__init__(reason, sampling)
+        self.uses_graphs = model.device.type == "cuda"
+        self.counts: Counter[str] = Counter()
         self._model, self._mode = model, mode
         self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
 

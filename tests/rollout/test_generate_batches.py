@@ -1,6 +1,5 @@
 """Which rows `generate` samples together, a `generate` that is not transformers' own, how `ModuleDecoder` attends."""
 
-import functools
 from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import Any
@@ -8,15 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import GenerationMixin, Qwen3ForCausalLM
 from transformers.generation.utils import DeferredStopCheck
 
 from rloo_kit.errors import BackendError
-from rloo_kit.gradient.scorer import Scorer
-from rloo_kit.rollout import decoders
-from rloo_kit.rollout.choice import resolve_engine
-from rloo_kit.rollout.decoders import SlotCache
 from rloo_kit.rollout.types import Limits
 from tests.episodes import Echo
 from tests.models.zoo import make_model
@@ -97,91 +90,16 @@ def test_padding_is_refused_in_16_bits_too_and_only_where_it_is_wrong(dtype: tor
     assert engine_for(make_tiny_model(initializer_range=0.3).to(dtype), "generate").check_padding() is None
 
 
-def with_adapter(model):
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-
-
-def counted(plain, calls):
-    """A patch as scripts write it: it notes the call and goes on."""
-
-    @functools.wraps(plain)
-    def generate(*arguments, **named):
-        calls.append(len(arguments))
-        return plain(*arguments, **named)
-
-    return generate
-
-
-def patch_instance(model, calls, _patch):
-    model.generate = counted(model.generate, calls)
-    return model
-
-
-def patch_below_an_adapter(model, calls, _patch):
-    return with_adapter(patch_instance(model, calls, _patch))
-
-
-def patch_everywhere(model, calls, patch):
-    patch.setattr(GenerationMixin, "generate", counted(GenerationMixin.generate, calls))
-    return model
-
-
-def patch_class(model, calls, _patch):
-    class Mine(Qwen3ForCausalLM):
-        def generate(self, *arguments, **named):
-            calls.append(len(arguments))
-            return super().generate(*arguments, **named)
-
-    model.__class__ = Mine
-    return model
-
-
-@pytest.mark.parametrize("patch", [patch_instance, patch_below_an_adapter, patch_everywhere, patch_class])
-def test_a_patched_generate_is_called(patch, make_tiny_model, monkeypatch):
-    """A user who patches `generate` (a constraint, a cache of completions, a trace) has TRL call it; the kit's own loop
-    never would, and no line reported it."""
-    calls = []
-    model = patch(make_tiny_model(), calls, monkeypatch)
-    engine = engine_for(model, "auto")
-    assert engine.name == "generate" and __name__ in engine.reason
-    engine.sample(PROMPTS, Limits(3))
-    assert calls
-    name, reason = resolve_engine("native", "transformers", model)
-    assert name == "native" and f"own generate ({__name__}) is not called" in reason
-
-
-def test_what_the_libraries_put_there_is_no_patch(make_tiny_model):
-    """PEFT has its own `generate`, and FSDP wraps the model's: both end in transformers'."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    model = with_adapter(make_tiny_model())
-    register_fsdp_forward_method(model, "generate")
-    model.generate = torch.no_grad()(model.generate)
-    assert resolve_engine("auto", "transformers", model)[0] == "native"
-    assert "not called" not in resolve_engine("native", "transformers", model)[1]
-
-
 def drop_the_processor(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
     return torch.cat([input_ids, input_ids[:, :1]], dim=1)
 
 
-def draw_two_at_once(input_ids: torch.Tensor, logits_processor: Any, **_: Any) -> torch.Tensor:
-    """As speculative decoding does."""
-    for _ in range(2):
-        logits_processor[0](input_ids, torch.zeros(len(input_ids), 264))
-        input_ids = torch.cat([input_ids, input_ids[:, :2]], dim=1)
-    return input_ids
-
-
-@pytest.mark.parametrize(
-    ("generate", "fault"), [(drop_the_processor, "logits_processor"), (draw_two_at_once, "by 2 tokens")]
-)
-def test_a_generate_without_log_probabilities_is_refused(generate, fault, make_tiny_model):
+def test_a_generate_without_log_probabilities_is_refused(make_tiny_model):
     """The fault was an AssertionError in the middle of the kit."""
     model = make_tiny_model()
-    model.generate = generate
-    with pytest.raises(BackendError, match=rf"{fault}.*rollout\.engine=native"):
-        engine_for(model, "auto").sample([[3, 4, 5]] * 2, Limits(3))
+    model.generate = drop_the_processor
+    with pytest.raises(BackendError, match=r"logits_processor.*rollout\.engine=native"):
+        engine_for(model, "generate").sample([[3, 4, 5]] * 2, Limits(3))
 
 
 @pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
@@ -193,41 +111,3 @@ def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkey
     engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")
     with pytest.raises(BackendError, match=r"rollout\.engine=native.*transformers.*constraints\.txt"):
         engine.sample(PROMPTS[:2], limits)
-
-
-def test_attention_that_is_more_than_a_mask_stays_transformers_own(monkeypatch):
-    """A window, a sink or a cap belongs to the layer that asks for it, and grouping would silently drop it."""
-    query, key, mask = torch.randn(2, 8, 1, 4), torch.randn(2, 2, 5, 4), torch.ones(2, 1, 1, 5, dtype=torch.bool)
-    module, calls, plain = torch.nn.Module(), [], decoders.sdpa_attention_forward
-    module.num_key_value_groups = 4
-
-    def stock(*args: Any, **named: Any) -> Any:
-        calls.append(named)
-        return plain(*args, **named)
-
-    monkeypatch.setattr(decoders, "sdpa_attention_forward", stock)
-    expected = plain(module, query, key, key, mask)[0]
-    torch.testing.assert_close(decoders.attend_grouped(module, query, key, key, mask, sliding_window=None)[0], expected)
-    assert not calls
-    for name, value in {"sliding_window": 3, "s_aux": 3, "softcap": 3, "position_bias": mask * 0.0}.items():
-        found = decoders.attend_grouped(module, query, key, key, mask[..., :0], **{name: value})[0]
-        torch.testing.assert_close(found, expected)
-        assert calls.pop()[name] is value and not calls
-
-
-def test_the_model_attends_as_before_between_steps(make_tiny_model):
-    """A pass that trains must not meet the rollout's attention, behind an error neither."""
-    model = adapted(make_tiny_model())
-    Scorer(model, 1.0, pad_id=256)  # its packed rows take "rloo_packed"
-    decoder, cache = decoders.ModuleDecoder(model), SlotCache(2)
-    assert decoder.groups_heads and model.config._attn_implementation == "rloo_packed"
-    with torch.no_grad():
-        decoder.prefill([[5, 6, 7], [9]], cache, [(0, 1), (1, 1)])
-        positions = torch.tensor([3, 1])
-        cache.begin(positions, 4)
-        decoder.decode(torch.tensor([1, 2]), positions, cache)
-        assert model.config._attn_implementation == "rloo_packed"
-        cache.begin(positions + 1, 5)
-        with pytest.raises(IndexError):
-            decoder.decode(torch.tensor([10**6] * 2), positions + 1, cache)
-    assert model.config._attn_implementation == "rloo_packed"
