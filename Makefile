@@ -74,7 +74,7 @@ test-slow: $(STAMP_DEV)
 	@if grep -rq --include='test_*.py' --exclude-dir=with_unsloth --exclude-dir=with_vllm --exclude-dir=on_gpu 'pytest[.]mark[.]slow' tests; \
 	then $(PYTEST) -m slow; else echo "no slow test in this version"; fi
 
-test-zoo: $(STAMP_DEV) ## ten classes of models through the kit, with a table (nine of them slow; RLOO_KIT_LONG=1: thirty)
+test-zoo: $(STAMP_DEV) ## classes of models through the kit, with a table
 	@echo '| class | layout | engine | log-probs vs. single rows | gradient vs. plain code | linear layers without an adapter |'
 	$(BIN)/python -m pytest -p no:xdist -q tests/models/test_zoo.py
 

@@ -83,15 +83,11 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
 def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
     """Names of the layers of a bare model that get an adapter: `wanted`, or with None all linear layers of its blocks.
 
-    Of a Mamba layer it is the input projection: the others' matrices are read by its kernels, past an adapter. Stacked
-    experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
+    Stacked experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
-    found, decoder = set[str](), model.get_decoder()
-    for path in _find_linear(model):
-        if (name := _name_of(path)) == "experts":
-            found |= {"gate_proj", "up_proj", "down_proj"}
-        elif name == "in_proj" or not hasattr(decoder.get_submodule(path.rpartition(".")[0]), "D"):
-            found.add(name)
+    found = {path.rpartition(".")[2] for path in _find_linear(model)}
+    if "experts" in found:
+        found = found - {"experts"} | {"gate_proj", "up_proj", "down_proj"}
     paths = [f".{path}" for path, _ in model.named_modules()] + [f".{name}" for name in found]
     missing = [name for name in wanted or () if not any(path.endswith(f".{name}") for path in paths)]
     if missing or not (wanted or found):
@@ -112,13 +108,7 @@ def find_outside(model: Any) -> list[str] | None:
 
 def find_bare_layers(model: Any) -> list[str]:
     """Names of linear layers in the blocks of a PeftModel that have no adapter, at least in some block."""
-    return sorted({_name_of(path) for path in _find_linear(model.get_base_model())})
-
-
-def _name_of(path: str) -> str:
-    """The end of a layer's path that says which it is: "q_proj", or "adapters.0" in a list."""
-    parent, _, name = path.rpartition(".")
-    return f"{_name_of(parent)}.{name}" if name.isdigit() and parent else name
+    return sorted({path.rpartition(".")[2] for path in _find_linear(model.get_base_model())})
 
 
 def _find_linear(model: Any) -> Iterator[str]:

@@ -182,7 +182,6 @@ def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, gro
 
 SCALED = {
     "Cohere": {"logit_scale": 0.25},
-    "Cohere2": {"logit_scale": 0.25},
     "Granite": {"logits_scaling": 4.0},
     "HyperCLOVAX": {"logits_scaling": 4.0},
 }
@@ -203,14 +202,13 @@ def test_scaled_logits_are_scored_as_the_model_makes_them(name, groups):
     compare(model, Scorer(model, 0.7, pad_id=256), groups, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Lfm2", "GraniteMoeHybrid"])
-def test_a_state_along_the_row_is_not_packed(kind: str):
-    """In bfloat16 Lfm2 passed the check with rows end to end, gradient off by 1.2 %, and GraniteMoeHybrid by 4.4 %: its
-    tolerances forgive that much rounding. Weights near their start leak too little even for float32."""
-    for model in (zoo.make_model(kind).bfloat16(), zoo.make_model(kind, initializer_range=0.02)):
+def test_a_state_along_the_row_is_not_packed():
+    """In bfloat16 Lfm2 passed the check with rows end to end, gradient off by 1.2 %: its tolerances forgive that much
+    rounding. Weights near their start leak too little even for float32."""
+    for model in (zoo.make_model("Lfm2").bfloat16(), zoo.make_model("Lfm2", initializer_range=0.02)):
         scorer = Scorer(model, 1.0, pad_id=256)
-        assert scorer.layout == "padded" and zoo.OTHER_LAYERS[kind] in scorer.reason
-        with pytest.raises(ValueError, match=zoo.OTHER_LAYERS[kind]):
+        assert scorer.layout == "padded" and "conv" in scorer.reason
+        with pytest.raises(ValueError, match="conv"):
             Scorer(model, 1.0, pad_id=256, layout="repeated")
 
 

@@ -5,27 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.with_unsloth.programs import make_trainer, numbers
+from tests.with_unsloth.programs import numbers
 
 THINK_END = 260
-
-
-def adapter_weights(policy: Any) -> dict[str, Any]:
-    return {
-        name: value.detach().clone() for name, value in policy.model.named_parameters() if ".default.weight" in name
-    }
-
-
-def build_trainer(policy: Any, folder: Path) -> Any:
-    """A trainer of two steps: 2 prompts x 2 completions of at most 8 tokens each."""
-    from rloo_kit import RLOOConfig
-
-    args = RLOOConfig(
-        output_dir=str(folder), max_steps=2, num_generations=2, per_device_train_batch_size=4, max_completion_length=8,
-        learning_rate=1e-2, beta=0.05, use_cpu=True, bf16=False, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, seed=3, **policy.config_arguments,
-    )  # fmt: skip
-    return make_trainer(policy, args, ["ab", "abc cab", "h", "ga fe"] * 4)
 
 
 def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
@@ -105,34 +87,3 @@ def test_inference_mode_gives_training_back(load: Any) -> None:
         assert not policy.model.training and not torch.is_grad_enabled()
     assert policy.model.training and torch.is_grad_enabled() and policy.tokenizer.padding_side == "left"
     assert policy.model.get_base_model().model.gradient_checkpointing
-
-
-def test_train_save_and_load(load: Any, reference: Any, tmp_path: Path) -> None:
-    """The whole way on Unsloth: steps that learn something, an adapter that both backends read."""
-    import torch
-
-    policy = load()
-    before = adapter_weights(policy)
-    trainer = build_trainer(policy, tmp_path / "first")
-    rows: list[dict[str, Any]] = []
-    trainer.rollout_listeners.append(rows.extend)
-    trainer.train()
-    assert trainer.state.global_step == 2 and len(rows) == 8
-    for row in rows:
-        assert row["closed"] == (THINK_END in row["completion_ids"])
-        lowest_band = 0.3 if row["closed"] else -1.0  # 8 tokens at most
-        assert row["rewards"]["thinking_reward"] == pytest.approx(lowest_band)
-    assert {row["closed"] for row in rows} == {True, False}
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    assert len(steps) == 2 and all(entry["val/ratio"] == 1.0 for entry in steps)
-    assert any(entry["grad_norm"] > 0 for entry in steps)
-    after = adapter_weights(policy)
-    assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in after)
-
-    adapter = save(policy, tmp_path)
-    again = load(f"model.adapter={adapter}")
-    assert list(again.model.peft_config) == ["default"]
-    loaded = adapter_weights(again)
-    assert all(torch.equal(loaded[name], after[name]) for name in after)
-    logps = numbers(again)["logps"]
-    torch.testing.assert_close(logps, reference(adapter)["logps"], rtol=1e-4, atol=2e-5)
