@@ -386,7 +386,6 @@ def batch(
     overrides: Annotated[
         list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20.")
     ] = None,
-    jobs: Annotated[str | None, Option(hidden=True)] = None,
     resume: Annotated[bool, Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
     json: JsonLine = False,
@@ -397,11 +396,9 @@ def batch(
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.batch.batch_file import NO_JOBS, load_batch
+    from rloo_kit.batch.batch_file import load_batch
     from rloo_kit.batch.runner import run_batch
 
-    if jobs is not None:
-        raise ConfigError(f"--{NO_JOBS}")
     words = overrides or []
     again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
     result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
