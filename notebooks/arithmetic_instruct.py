@@ -456,10 +456,11 @@ question = data.test[0]  # or the text of your own question, in quotes
 
 # %%
 answer = kit.ask(run, policy, question, temperature=0)
+print(answer)
 print("\nThe question was:", answer.question)
 
 # %% [markdown]
-# `rloo-kit ask RUN` opens a dialogue with the run in a terminal, and `--base` shows the untrained model's answers
+# `rloo-kit ask RUN` reads questions in a terminal, and `--base` shows the untrained model's answers
 # alongside. `rloo-kit export RUN --to merged`, `gguf` or `vllm` exports the model for other programs and compares it
 # with this one before writing it.
 

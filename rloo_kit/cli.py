@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Exit, Option
@@ -29,7 +29,7 @@ from rloo_kit import __version__
 from rloo_kit.collective import end_processes
 from rloo_kit.errors import ConfigError, RlooKitError, shorten
 from rloo_kit.runs.files import is_disk_full
-from rloo_kit.system.console import fill_text, print_table
+from rloo_kit.system.console import fill_text, print_table, print_text
 from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
 
 if TYPE_CHECKING:  # slow to import
@@ -386,7 +386,6 @@ def batch(
     overrides: Annotated[
         list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides, for example parameters.max_steps=20.")
     ] = None,
-    jobs: Annotated[str | None, Option(hidden=True)] = None,
     resume: Annotated[bool, Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
     json: JsonLine = False,
@@ -397,11 +396,9 @@ def batch(
     (100: 100 or more); 125 refused, or an error of the batch itself;
     130 interrupted (Ctrl-C, SIGTERM, SIGHUP).
     """
-    from rloo_kit.batch.batch_file import NO_JOBS, load_batch
+    from rloo_kit.batch.batch_file import load_batch
     from rloo_kit.batch.runner import run_batch
 
-    if jobs is not None:
-        raise ConfigError(f"--{NO_JOBS}")
     words = overrides or []
     again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
     result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
@@ -503,7 +500,7 @@ def show(
 def ask(
     source: Annotated[Path, Argument(metavar="RUN", help="A run's folder or config, or a folder of exported weights.")],
     questions: Annotated[
-        list[str] | None, Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a dialogue.")
+        list[str] | None, Argument(metavar="[QUESTION]...", help="Questions. Without any: a pipe, or a prompt.")
     ] = None,
     base: Annotated[bool, Option("--base", help="Ask the base model first, for comparison.")] = False,
     budget: Annotated[int | None, Option(min=0, help="Close thinking after N tokens.")] = None,
@@ -511,53 +508,38 @@ def ask(
     max_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens per completion; default: the run's.")] = None,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
     system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
-    history: Annotated[
-        bool | None,
-        Option(help="Keep earlier turns of the dialogue in the prompt; default: yes, where the model takes them."),
-    ] = None,
     overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
-    """Ask a trained model. Without a question, start a dialogue."""
-    with _stdout_for_answers(json) as out:
-        asked = list(questions or [])
-        if not asked and not _can_ask():
-            asked = ["" if sys.stdin is None else sys.stdin.read().strip()]
-            if not asked[0]:
-                raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
-        if json and not asked:
-            raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
-        from rloo_kit import setup_environment
+    """Ask a trained model. Without a question, read one after the other."""
+    asked = list(questions or [])
+    if not asked and not _can_ask():
+        asked = ["" if sys.stdin is None else sys.stdin.read().strip()]
+        if not asked[0]:
+            raise ConfigError('there is no question: rloo-kit ask RUN "58+67=", or pipe one in')
+    if json and not asked:
+        raise ConfigError('--json needs a question: rloo-kit ask RUN "58+67=" --json')
+    out = sys.stdout
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        import rloo_kit as kit
         from rloo_kit.runs.find import origin_of
 
-        run = read_config(source, overrides, origin_of)
-        setup_environment(run.model.backend)
-        from rloo_kit.evals.ask import TrainedModel, hold_dialogue
+        words = overrides or []
+        kit.setup_environment(read_config(source, words, origin_of).model.backend)
+        from rloo_kit.evals.ask import ask_in_turn
+        from rloo_kit.models.policy import load_base
 
-        model = TrainedModel(source, *(overrides or []))
-        options: dict[str, Any] = {"base": base, "budget": budget, "temperature": temperature, "max_tokens": max_tokens}
-        options |= {"seed": seed, "system": system}
+        run, policy = kit.load_trained(source, *words)
+        options: dict[str, Any] = {"budget": budget, "temperature": temperature, "max_tokens": max_tokens}
+        options |= {"base": base and (load_base(source, *words) or True), "seed": seed, "system": system}
         if not asked:
-            hold_dialogue(model, options, history)
+            ask_in_turn(run, policy, options)
         for question in asked:
-            answer = model.ask(question, stream=not json, **options)
+            answer = kit.ask(run, policy, question, **options)
             if json:
                 print(dumps(asdict(answer)), file=out, flush=True)
-
-
-@contextmanager
-def _stdout_for_answers(json: bool) -> Iterator[TextIO]:
-    """The stream for answers. With `--json` all other output goes to stderr, that of C libraries too."""
-    if not json:
-        yield sys.stdout
-        return
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out, redirect_stdout(sys.stderr):
-        os.dup2(2, 1)
-        try:
-            yield out
-        finally:
-            os.dup2(out.fileno(), 1)
+            else:
+                print_text(str(answer))
 
 
 @command()

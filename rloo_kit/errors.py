@@ -101,10 +101,6 @@ class ConfigError(RlooKitError, ValueError):
     """A configuration file, an override or an argument cannot be used as is."""
 
 
-class QuestionTooLongError(ConfigError):
-    """A question and its answer take more tokens than the model has room for."""
-
-
 class ImportOrderError(RlooKitError, ImportError):
     """A library was imported before the one that has to patch it (Unsloth before TRL, Transformers and PEFT)."""
 

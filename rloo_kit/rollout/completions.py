@@ -15,7 +15,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_handover_problem, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
-from rloo_kit.rollout.engine import Engine, OnTokens, Progress
+from rloo_kit.rollout.engine import Engine, Progress
 from rloo_kit.rollout.episodes import Episodes, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.processes import is_distributed
@@ -98,7 +98,6 @@ def generate_completions(
     engine: str | RolloutSection | None = None,
     tools: ToolUse | None = None,
     on_batch: Progress | None = None,
-    on_tokens: OnTokens | None = None,
 ) -> list[Completion]:
     """Completions of rendered prompts: len(prompts) x num_samples, prompt by prompt.
 
@@ -112,8 +111,6 @@ def generate_completions(
         engine: as `rollout.engine`, or the `rollout` of a run; None: that of the run that `load_policy` read.
         tools: what completions may call, from `make_tool_use`.
         on_batch: called now and then with the number of completions done so far and in total.
-        on_tokens: called with a completion's index in the result and its ids so far while it grows; see
-            docs/rollout.md for how often each engine calls it.
 
     Raises:
         ConfigError: a value out of range, more tokens than the model has positions.
@@ -138,7 +135,7 @@ def generate_completions(
             torch.random.fork_rng(devices=devices),
         ):
             torch.manual_seed(seed)
-            return opened.sample(prompt_ids, limits, on_progress=on_batch, on_tokens=on_tokens, dialogue=episodes)
+            return opened.sample(prompt_ids, limits, on_progress=on_batch, dialogue=episodes)
 
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     return complete(

@@ -83,7 +83,7 @@ def test_the_embedded_model_is_what_was_trained(
     text = (moved / "rloo_kit.yaml").read_text()
     assert str(tmp_path.anchor + "tmp") not in text and "outputs" not in text, "nothing of this machine"
     loaded = (kit.load_trained(place) for place in (embedded_run, moved))
-    answers = [kit.ask(*policy, "58+67=", temperature=0, stream=False) for policy in loaded]
+    answers = [kit.ask(*policy, "58+67=", temperature=0) for policy in loaded]
     assert vars(answers[1]) | {"seconds": 0} == vars(answers[0]) | {"seconds": 0}
 
 
@@ -123,10 +123,10 @@ def test_a_4bit_base(make_run: Callable[..., Path], tmp_path: Path, to: str) -> 
     if to == "merged":
         assert "quantization_config" not in (found.folder / "config.json").read_text()
         trained, merged = (kit.load_trained(folder) for folder in (run, found.folder))
-        answers = [kit.ask(*one, "58+67=", temperature=0, stream=False).answer for one in (trained, merged)]
+        answers = [kit.ask(*one, "58+67=", temperature=0).answer for one in (trained, merged)]
         assert answers[0] == answers[1] and "4-bit" not in merged[1].describe(), "quantised again it answers otherwise"
         with pytest.raises(ConfigError, match="no separate base"):  # it was the trained model, called the base
-            kit.ask(*merged, "58+67=", base=True, stream=False)
+            kit.ask(*merged, "58+67=", base=True)
 
 
 @pytest.mark.slow

@@ -140,19 +140,18 @@ BATCHES = [
     """name: b
 output_dir: outputs
 notebook: plain.ipynb
-timeout_s: 60
 parameters: {seed: 3}
 grid:
   seed: [0, 1]
   size: [2, 4]
 runs:
-  - name: one
-    parameters: {seed: 7}
-  - notebook: kit.ipynb
-    parameters: {num_generations: 4}
-"""
+  - {seed: 7}
+""",
+    """notebook: kit.ipynb
+runs: [{num_generations: 4}]
+""",
 ]
-batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.name", "runs.²", "timeout_s", "grid", "name"]
+batch_keys = ["parameters.seed", "grid.seed", "grid.²", "runs.0.seed", "runs.²", "grid", "name"]
 batch_override = st.one_of(st.builds("{}={}".format, st.sampled_from(batch_keys), snippets()), override)
 batches = st.one_of(
     st.tuples(mutated_yaml(BATCHES), st.just([])),

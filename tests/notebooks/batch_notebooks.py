@@ -32,7 +32,7 @@ with open(folder / "starts.txt", "a") as file:
     file.write(f"{mode} {number} {os.getpid()}\\n")
 behave = (folder / "fixed").exists()
 print("mode", mode, "number", number)
-print("given", text, rate, odd, os.environ.get("JPY_SESSION_NAME"))
+print("given", text, rate, odd)
 """
 MODES = """
 if mode == "fail" and not behave:
@@ -87,7 +87,7 @@ def running_batch(*words: Any) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "JPY_SESSION_NAME": "of the notebook that starts the batch"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=hear,
     )
     try:

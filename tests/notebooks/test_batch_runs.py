@@ -21,88 +21,74 @@ from tests.notebooks.batch_notebooks import (
 pytestmark = pytest.mark.slow
 
 
-def run_of(mode, number=0, **values):
-    return {"name": mode, "parameters": {"mode": mode, "number": number}} | values
-
-
 def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_path):
     """papermill's own notebook says `completed` for a cell whose kernel was killed, and a loop over runs that trusts it
-    counts the run as done; a loop that starts again from the first run throws hours away. A run that hangs in a
-    download would hold up every run behind it."""
-    modes = ["ok", "fail", "kernel", "sleep", "child"]
+    counts the run as done; a loop that starts again from the first run throws hours away."""
+    names = ["small-mode=ok", "small-mode=fail", "small-mode=kernel", "small-mode=child"]
     odd = {"parameters": {"notes": str(tmp_path), "text": "no", "rate": 1e-6, "odd": ["1", True, None, "ü: #{x}"]}}
-    runs = [run_of(mode, number) for number, mode in enumerate(modes)]
-    runs[3]["timeout_s"] = 6
-    file = write_batch(tmp_path, runs, **odd)
+    file = write_batch(tmp_path, [{"mode": mode} for mode in ("ok", "fail", "kernel", "child")], **odd)
     code, printed = call_batch(file)
-    assert code == 3, printed
-    found = {mode: read_status(tmp_path, mode) for mode in modes}
-    states = {"ok": "done", "fail": "failed", "kernel": "killed", "sleep": "killed", "child": "done"}
-    assert {mode: status["state"] for mode, status in found.items()} == states
-    assert found["fail"]["error"] == "cell [4]: ValueError: number is 1; it must be above 3"
-    assert "the kernel died" in found["kernel"]["error"] and found["sleep"]["error"] == "took longer than timeout_s=6"
-    assert found["ok"]["parameters"] == odd["parameters"] | {"mode": "ok", "number": 0}
+    assert code == 2, printed
+    ok, fail, kernel, child = (read_status(tmp_path, name) for name in names)
+    assert [status["state"] for status in (ok, fail, kernel, child)] == ["done", "failed", "killed", "done"]
+    assert fail["error"] == "cell [4]: ValueError: number is 0; it must be above 3"
+    assert "the kernel died" in kernel["error"] and ok["parameters"] == odd["parameters"] | {"mode": "ok"}
     folder = tmp_path / "out" / "b"
-    assert f"fail: started; log: {folder / 'fail' / 'log.txt'}" in printed and "fail: failed after " in printed
+    assert f"=fail: started; log: {folder / names[1] / 'log.txt'}" in printed and "=fail: failed after " in printed
     assert "to go on: rloo-kit batch" in printed and "--resume" in printed
-    assert "given no 1e-06 ['1', True, None, 'ü: #{x}'] None" in (folder / "ok" / "log.txt").read_text("utf-8")
-    assert (folder / "comparison.html").is_file()
+    assert "given no 1e-06 ['1', True, None, 'ü: #{x}']" in (folder / names[0] / "log.txt").read_text("utf-8")
     assert processes_of(tmp_path) == [], "also not what a notebook has started in its own session"
 
-    done_at = {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in ("ok", "child")}
+    done_at = {name: (folder / name / "notebook.ipynb").stat().st_mtime_ns for name in (names[0], names[3])}
     (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--resume")
     assert code == 0, printed
-    assert starts(tmp_path)[5:] == ["fail 1", "kernel 2", "sleep 3"]
-    assert {mode: (folder / mode / "notebook.ipynb").stat().st_mtime_ns for mode in done_at} == done_at
-    assert [read_status(tmp_path, mode)["attempts"] for mode in modes] == [1, 2, 2, 2, 1]
-    assert (folder / "fail" / "log.txt").read_text().count("=== started ") == 2, "the first attempt's log is kept"
-
-    code, printed = call_batch(file, "--resume")
-    assert code == 0 and "0 runs to do, 5 done already" in printed and len(starts(tmp_path)) == 8
+    assert starts(tmp_path)[4:] == ["fail 0", "kernel 0"]
+    assert {name: (folder / name / "notebook.ipynb").stat().st_mtime_ns for name in done_at} == done_at
+    assert [read_status(tmp_path, name)["attempts"] for name in names] == [1, 2, 2, 1]
+    assert (folder / names[1] / "log.txt").read_text().count("=== started ") == 2, "the first attempt's log is kept"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, number):
+def test_a_closed_terminal_ends_the_batch_and_everything_it_started(tmp_path):
     """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
-    file = write_batch(tmp_path, [run_of("sleep"), run_of("ok")])
+    file = write_batch(tmp_path, [{"mode": "sleep"}, {"mode": "ok"}])
     with running_batch(file) as batch:
         wait_for((tmp_path / "asleep").exists, "the first run sleeps")
         assert len(processes_of(tmp_path)) == 2, "the kernel, the kernel's child"
-        os.kill(batch.pid, number)
+        os.kill(batch.pid, signal.SIGHUP)
         printed, _ = batch.communicate(timeout=30)
     assert batch.returncode == 130, printed
     assert processes_of(tmp_path) == []
-    assert read_status(tmp_path, "sleep")["state"] == "interrupted" and read_status(tmp_path, "ok") == {}
-    if number != signal.SIGHUP:  # nobody reads what is printed after it
-        assert "1 interrupted, 1 waiting; to go on: rloo-kit batch" in printed and "--resume" in printed
+    assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
+    assert read_status(tmp_path, "small-mode=ok") == {}
 
 
 def test_a_signal_before_the_kernel_is_there_ends_the_batch(tmp_path):
     """A Ctrl-C in the second in which a kernel starts would be forgotten, and the run go on for hours."""
-    file = write_batch(tmp_path, [run_of("sleep")])
+    file = write_batch(tmp_path, [{"mode": "sleep"}])
     with running_batch(file) as batch:
-        wait_for(lambda: read_status(tmp_path, "sleep").get("state") == "running", "the run begins")
+        wait_for(lambda: read_status(tmp_path, "small-mode=sleep").get("state") == "running", "the run begins")
         os.kill(batch.pid, signal.SIGTERM)
         printed, _ = batch.communicate(timeout=30)
     assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
-    assert read_status(tmp_path, "sleep")["state"] == "interrupted"
+    assert "1 interrupted; to go on: rloo-kit batch" in printed and "--resume" in printed
+    assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
 
 
 def test_a_killed_batch_leaves_no_kernel_and_is_resumed(tmp_path):
     """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
     batch that was started next. ipykernel looks whether its parent is still there."""
-    file = write_batch(tmp_path, [run_of("ok"), run_of("fail", 5), run_of("wait")])
+    file = write_batch(tmp_path, [{"mode": "ok"}, {"mode": "wait"}])
     with running_batch(file) as batch:
         wait_for((tmp_path / "waits").exists, "the last run waits")
         os.kill(batch.pid, signal.SIGKILL)
         batch.communicate(timeout=30)
         wait_for(lambda: not processes_of(tmp_path), "the kernel ends itself", 20)
-    assert read_status(tmp_path, "wait")["state"] == "running", "nothing was left to write anything else"
+    assert read_status(tmp_path, "small-mode=wait")["state"] == "running", "nothing was left to write anything else"
     (tmp_path / "fixed").touch()
     code, printed = call_batch(file, "--resume")
     assert code == 0, printed
-    assert starts(tmp_path).count("ok 0") == 1 and read_status(tmp_path, "wait")["state"] == "done"
+    assert starts(tmp_path).count("ok 0") == 1 and read_status(tmp_path, "small-mode=wait")["state"] == "done"
 
 
 # A stand-in for training: it writes the files of a run's folder as `rloo_kit.train` does, step by step.
@@ -133,11 +119,12 @@ for step in range(first, 4):
     if asked:
         save(step)
         state("interrupted", step)
-        time.sleep(600)  # what the notebook does after it
+        break
     state("running", step)
-if mode != "leaves":
+if mode != "leaves" and not asked:
     state("finished", 3)
 """
+AFTER = "import time; time.sleep(600 if asked else 0)"
 TRAINING_PARAMETERS = """# Parameters
 mode = "slow"
 notes = ""
@@ -149,37 +136,36 @@ overwrite = False
 
 
 def write_training(folder, *modes):
-    write_notebook(folder / "training.ipynb", TRAINING, parameters=TRAINING_PARAMETERS)
-    runs = [{"name": mode, "notebook": "training.ipynb", "parameters": {"mode": mode}} for mode in modes]
-    return write_batch(folder, runs)
+    write_notebook(folder / "training.ipynb", TRAINING, AFTER, parameters=TRAINING_PARAMETERS)
+    return write_batch(folder, [{"mode": mode} for mode in modes], notebook="training.ipynb")
 
 
 def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path):
     """Ctrl-C ten steps after the last checkpoint, and those ten were trained again, at minutes each."""
     file = write_training(tmp_path, "slow")
-    training = tmp_path / "out" / "b" / "slow" / "run"
+    training = tmp_path / "out" / "b" / "training-mode=slow" / "run"
     with running_batch(file) as batch:
         wait_for(lambda: '"step": 1' in _text(training / "status.json"), "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=60)
-    assert batch.returncode == 130 and "the training run saves a checkpoint first" in printed, printed
+    assert batch.returncode == 130 and "a training run saves a checkpoint first" in printed, printed
     assert processes_of(tmp_path) == []
     assert (training / "checkpoints" / "checkpoint-2").is_dir()
-    assert read_status(tmp_path, "slow")["state"] == "interrupted"
+    assert read_status(tmp_path, "training-mode=slow")["state"] == "interrupted"
     (tmp_path / "fixed").touch()
-    before = read_status(tmp_path, "slow")["seconds"]
+    before = read_status(tmp_path, "training-mode=slow")["seconds"]
     code, printed = call_batch(file, "--resume")
     assert code == 0 and [line.split()[1] for line in starts(tmp_path)] == ["1", "3"], printed
     given = json.loads((training.parent / "notebook.ipynb").read_text())["metadata"]["papermill"]["parameters"]
     assert given["resume"] is True and given["overwrite"] is False and given["run_name"] == "run"
-    assert read_status(tmp_path, "slow")["seconds"] > before, "the time of both attempts"
+    assert read_status(tmp_path, "training-mode=slow")["seconds"] > before, "the time of both attempts"
 
 
 def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
     with running_batch(file) as batch:
-        status = tmp_path / "out" / "b" / "deaf" / "run" / "status.json"
+        status = tmp_path / "out" / "b" / "training-mode=deaf" / "run" / "status.json"
         wait_for(lambda: '"step": 1' in _text(status), "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         time.sleep(2)
@@ -187,17 +173,16 @@ def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=30)
     assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
-    assert read_status(tmp_path, "deaf")["state"] == "interrupted"
+    assert read_status(tmp_path, "training-mode=deaf")["state"] == "interrupted"
 
 
 def test_a_clean_exit_without_a_finished_training_run_is_not_done(tmp_path):
     """A notebook whose training was stopped goes on to its last cell and ends with exit code 0."""
-    code, printed = call_batch(write_training(tmp_path, "leaves", "quick"))
+    code, printed = call_batch(write_training(tmp_path, "leaves"))
     assert code == 1, printed
-    status = read_status(tmp_path, "leaves")
+    status = read_status(tmp_path, "training-mode=leaves")
     assert status["state"] == "failed"
     assert status["error"] == "the notebook ended cleanly, but its training run is 'running' (run/status.json)"
-    assert read_status(tmp_path, "quick")["state"] == "done"
 
 
 def _text(path):
