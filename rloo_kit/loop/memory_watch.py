@@ -132,7 +132,7 @@ class MemoryWatch:
         else:
             return None
         prompt, completion = min(self._prompt, load.prompt_tokens), min(self._completion, load.completion_tokens)
-        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion, factors=(1.0, 1.0))
+        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion)
         rollout, training = rollout_gib(seen, self.rows), training_gib(seen, self.rows)
         computed = max(rollout, training)
         return {

@@ -40,28 +40,19 @@ class VllmPlan:
     """vLLM in the trainer's process; computed, not measured.
 
     Attributes:
-        shared: Unsloth shares the weights with training; else vLLM has a second copy.
         gpu_memory_utilization: share of the GPU that vLLM may take while it samples, weights included (0 to 1).
-        max_num_seqs: completions at once.
-        pool_gib: KV cache. weights_gib: vLLM's weights, shared or not.
-        asleep_gib: what vLLM keeps on the GPU while the policy trains, apart from shared weights.
+        max_num_seqs: completions at once. pool_gib: KV cache.
         obstacle: why vLLM cannot be used, and the fix; None if it can.
     """
 
-    shared: bool
     gpu_memory_utilization: float
     max_num_seqs: int
     pool_gib: float
-    weights_gib: float
-    asleep_gib: float
     obstacle: str | None
 
     def __str__(self) -> str:
-        weights = "shared with training" if self.shared else "a second copy"
-        return (
-            f"vLLM: {self.max_num_seqs} completions at once in {self.gpu_memory_utilization:.2f} of the GPU: weights "
-            f"{self.weights_gib:.2f} GiB ({weights}), KV cache {self.pool_gib:.2f}; asleep {self.asleep_gib:.2f}"
-        )
+        share = f"in {self.gpu_memory_utilization:.2f} of the GPU, KV cache {self.pool_gib:.2f} GiB"
+        return f"vLLM: {self.max_num_seqs} completions at once {share}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,7 @@ class VramPlan:
             "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
             "vllm": self.vllm and _values(self.vllm, *asdict(self.vllm)),
-            "step": self.step and self.step.to_dict(),
+            "step": self.step and _values(self.step, "gpu", "step_s", "evaluation_s", "hours"),
             "margins": [_values(margin, "gib", "reason") for margin in self.margins],
             "parts": {part.name: _values(part, *peaks) for part in self.parts},
             "changes": [_values(change, "override", *peaks, "fits") for change in self.changes],
@@ -195,8 +186,8 @@ class VramPlan:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
         lines = [render_text(table), *map(fill_text, self._say())]
         lines += [f"  {change}" for change in self.changes]
-        if self.changes and not self.changes[-1].fits:
-            lines.append("  these are not enough: also take a smaller model or a larger GPU")
+        if self.headroom_gib < 0 and not any(change.fits for change in self.changes):
+            lines.append("  not enough: docs/plan.md#out-of-memory has more; else a smaller model or a larger GPU")
         return "\n".join(lines)
 
     def _say(self) -> Iterator[str]:
