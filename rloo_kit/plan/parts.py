@@ -263,11 +263,6 @@ def sampling_bytes(work: Workload, rows: int) -> int:
     return logits + prompts * work.prompt_tokens * width * work.compute_bytes
 
 
-def context_bytes(work: Workload) -> int:
-    """Memory before any weight is loaded."""
-    return int(CONTEXT_GIB * GIB)
-
-
 def vllm_weight_bytes(work: Workload) -> int:
     """vLLM's weights, which it shares with Unsloth, and else has a second time: in 4 bit if the policy's are, else in
     its compute type."""
@@ -378,7 +373,7 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
         ("optimizer", optimizer_bytes(work), work.optim),
         ("reference", copied, f"a copy of the {work.reference}"),
         ("unpacking", largest_matrix * work.compute_bytes * work.four_bit, "the largest matrix, unpacked"),
-        ("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries"),
+        ("context", int(CONTEXT_GIB * GIB), "CUDA" if work.on_cuda else "Python and its libraries"),
     )
     yield from ((name, size, size, detail) for name, size, detail in lasting if size)
     yield "gradients", trained * work.keeps_gradients, trained, "float32"  # with the sums of streaming
@@ -442,7 +437,7 @@ def unmeasured_gib(work: Workload, peak_gib: float, part: str) -> float:
     """By how much a measurement may exceed this peak; for vLLM's rollout only outside its share."""
     if part == "rollout" and work.engine == "vllm":
         peak_gib = rollout_gib(replace(work, engine="server"), 1)
-    return UNMEASURED * (peak_gib - context_bytes(work) / GIB)
+    return UNMEASURED * (peak_gib - CONTEXT_GIB)
 
 
 def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
@@ -450,7 +445,7 @@ def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
     limit_gib -= work.unknown_bytes / GIB
     if part == "rollout" and work.engine == "vllm":
         return limit_gib - unmeasured_gib(work, limit_gib, part)
-    return (limit_gib + UNMEASURED * context_bytes(work) / GIB) / (1 + UNMEASURED)
+    return (limit_gib + UNMEASURED * CONTEXT_GIB) / (1 + UNMEASURED)
 
 
 def rows_at_once(work: Workload, limit_gib: float, wanted: int | None = None) -> int:

@@ -90,28 +90,28 @@ def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTim
     tokens = completions * (share * work.completion_tokens + PROMPT_SHARE * work.prompt_tokens)
     evaluation_s = sum(
         sampling_s(replace(work, completion_tokens=longest), count, run.eval.batch_size, share, gpu)
-        for count, _, longest in list_evaluations(run, work.completion_tokens)
+        for count, longest in list_evaluations(run, work.completion_tokens)
     )
     return RunTime(gpu.name, rollout_s + training_s(work, tokens, gpu), evaluation_s, run.rloo.max_steps)
 
 
 def list_evaluations(
     run: RunConfig, limit: int, held_out: int | None = None, max_steps: int | None = None
-) -> list[tuple[int, int, int]]:
-    """Each call of the engine in a run's evaluations, in this process: completions, those of one prompt, and tokens at
-    most (`limit`: of the run). `held_out`: prompts; None: `data.test_size`, for a share `eval.num_prompts`, else 100.
+) -> list[tuple[int, int]]:
+    """Each call of the engine in a run's evaluations, in this process: completions, and tokens at most (`limit`: of the
+    run). `held_out`: prompts; None: `data.test_size`, for a share `eval.num_prompts`, else 100.
     """
     asked, processes = run.eval, count_processes()
     held_out = held_out or int(run.data.test_size) or asked.num_prompts or 100
     tokens, each = asked.max_completion_length or limit, asked.num_samples
     prompts = min(asked.num_prompts or held_out, held_out)
-    whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)
+    whole = [(prompts * each, tokens)] + [(prompts, tokens)] * (asked.greedy and asked.temperature != 0)
     after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
-    whole += [(prompts, 1, budget + after) for budget in asked.thinking_budgets]
+    whole += [(prompts, budget + after) for budget in asked.thinking_budgets]
     steps = max_steps or run.rloo.max_steps or 1
     on_the_way = 1 + -(-steps // asked.every_steps) if asked.every_steps else 0  # at the start too
-    passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, each, tokens)]
-    return [(-(-count // processes), siblings, tokens) for count, siblings, tokens in passes]
+    passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, tokens)]
+    return [(-(-count // processes), tokens) for count, tokens in passes]
 
 
 def sampling_s(work: Workload, completions: int, rows: int, share: float, gpu: GpuSpeed) -> float:

@@ -104,12 +104,12 @@ def test_evaluations_are_part_of_the_hours() -> None:
     """Two evaluations of an hour each were left out of a run's 43."""
     words = ["eval.thinking_budgets=[1024]", "eval.greedy=true", "eval.batch_size=32", "eval.num_samples=2"]
     run = load_config(THINKING, *words, "rollout.engine=generate")
-    passes = [(200, 2, 4087), (100, 1, 4087), (100, 1, 1024 + 23 + 32)]
+    passes = [(200, 4087), (100, 4087), (100, 1024 + 23 + 32)]
     assert list_evaluations(run, 4087) == 2 * passes
     words = ["data.test_size=0.5", "eval.num_prompts=1000"]
-    assert list_evaluations(load_config(THINKING, *words), 4087)[0] == (1000, 1, 4087), "it was 100"
+    assert list_evaluations(load_config(THINKING, *words), 4087)[0] == (1000, 4087), "it was 100"
     words = ["run.evaluate=false", "eval.every_steps=80", "eval.every_prompts=64"]
-    assert list_evaluations(load_config(THINKING, *words), 4087) == 4 * [(64, 1, 4087)]
+    assert list_evaluations(load_config(THINKING, *words), 4087) == 4 * [(64, 4087)]
     plan = plan_vram(run, 12e9 / 2**30)
     step = plan.step
     assert step is not None and step.gpu == "RTX 3060" and step.evaluation_s > 3600

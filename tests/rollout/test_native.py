@@ -12,7 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders, layers
-from rloo_kit.rollout.choice import prefer_engine, resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.draw import draw
 from rloo_kit.rollout.native import make_decoder
 from rloo_kit.rollout.types import Limits
@@ -320,10 +320,6 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
         engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
         engine_for(sliding, "native")
-    prefer_engine(model, "generate", "timed")
-    assert resolve_engine("auto", "transformers", model) == ("generate", "timed")
-    model.config._attn_implementation = "flash_attention_2"  # after the timing
-    assert "flash_attention_2" in resolve_engine("auto", "transformers", model)[1]
     prompted = get_peft_model(make_model(lora=False), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert resolve_engine("auto", "transformers", prompted) == ("generate", "its adapter adds virtual tokens")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm.*rollout.engine=auto"):
