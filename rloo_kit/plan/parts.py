@@ -272,10 +272,8 @@ def vllm_weight_bytes(work: Workload) -> int:
 
 def adapter_bytes(work: Workload) -> int:
     """vLLM's buffers for one adapter, at the next supported rank."""
-    if work.lora_rank is None:
-        return 0
     rank = next((rank for rank in sizes.VLLM_RANKS if rank >= (work.lora_rank or 0)), work.lora_rank)
-    return trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
+    return 0 if work.lora_rank is None else trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
 
 
 def row_bytes(work: Workload) -> int:
@@ -313,8 +311,6 @@ def buffer_bytes(work: Workload, rows: int) -> int:
 
 def _kept_bytes(work: Workload, rows: int) -> int:
     """Graphs and libraries, which stay while vLLM is asleep."""
-    if not work.on_cuda:
-        return 0
     graphs = 0 if work.enforce_eager else GRAPHS_GIB * GIB + rows * GRAPHS_ROW_MIB * 2**20
     return int(OUTSIDE_GIB * GIB + graphs)
 
@@ -325,13 +321,8 @@ def share_bytes(work: Workload, rows: int) -> int:
 
 
 def asleep_bytes(work: Workload, rows: int) -> int:
-    """What stays of vLLM's memory, shared weights apart, while the policy trains.
-
-    On a GPU the pool is freed, and a second copy of the weights moves to host memory with the adapter's buffers. On a
-    CPU vLLM's sleep does nothing.
-    """
-    if not work.on_cuda:
-        return share_bytes(work, rows) - (vllm_weight_bytes(work) if work.fused else 0)
+    """What stays of vLLM's memory, shared weights apart, while the policy trains: the pool is freed, and a second copy
+    of the weights moves to host memory with the adapter's buffers."""
     return _kept_bytes(work, rows) + (adapter_bytes(work) if work.fused else 0)
 
 
@@ -392,15 +383,12 @@ def _list_server(work: Workload, rows: int) -> Iterator[Row]:
 
 def _list_vllm(work: Workload, rows: int) -> Iterator[Row]:
     """vLLM's; what stays of it while the policy trains also counts in training."""
-    awake = not work.on_cuda  # on a CPU its sleep does nothing
     if not work.fused:
-        size = vllm_weight_bytes(work)
-        yield "vLLM: weights", size, size * awake, "vLLM's own copy, on a GPU in host memory while it sleeps"
-    pool, buffers, kib = pool_bytes(work, rows), buffer_bytes(work, rows), cache_bytes_per_token(work) / 1024
-    detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
-    yield "vLLM: pool", pool, pool * awake, detail
+        yield "vLLM: weights", vllm_weight_bytes(work), 0, "vLLM's own copy, in host memory while it sleeps"
+    detail = f"{rows} x {work.row_tokens} tokens x {cache_bytes_per_token(work) / 1024:.4g} KiB"
+    yield "vLLM: pool", pool_bytes(work, rows), 0, f"{detail}{', in 8 bits' if work.float8_cache else ''}"
     detail = "adapter, one forward pass, CUDA graphs; assumed, not measured"
-    yield "vLLM: buffers", buffers, buffers if awake else asleep_bytes(work, rows), detail
+    yield "vLLM: buffers", buffer_bytes(work, rows), asleep_bytes(work, rows), detail
 
 
 def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:

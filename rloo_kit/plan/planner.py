@@ -1,6 +1,6 @@
 """Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network.
 
-First the machine and the workload, then the engine that samples, then the plan with its margin and changes.
+First the machine and the workload, then the engine that samples, then the plan with its changes.
 """
 
 import os
@@ -12,7 +12,6 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan.parts import (
-    UNMEASURED,
     Workload,
     body_bytes,
     largest,
@@ -29,7 +28,7 @@ from rloo_kit.plan.parts import (
 )
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
 from rloo_kit.plan.speed import describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
-from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
+from rloo_kit.plan.vram_plan import EngineChoice, Machine, Remedy, VllmPlan, VramPlan
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
@@ -275,7 +274,7 @@ def plan_vram(
     if run.rloo.tokens_per_pass is None:
         work = replace(work, tokens_per_pass=largest_pass(work, limit, rows))
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)
-    fits = max(rollout, training) <= limit
+    peak, part = max((rollout, "rollout"), (training, "training"))
     no_gpu = None
     if not machine.on_cuda and work.shape.num_weights > MOST_WEIGHTS:
         hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
@@ -299,9 +298,9 @@ def plan_vram(
         rows=rows,
         completions=work.completions,
         tokens_per_pass=work.pass_tokens,
-        margins=tuple(_find_margins(work, machine, rollout, training)),
+        margin_gib=unmeasured_gib(work, peak, part) + work.unknown_bytes / GIB,
         no_gpu=no_gpu,
-        changes=() if fits else tuple(find_remedies(run, work, rows, limit)),
+        changes=() if peak <= limit else tuple(find_remedies(run, work, rows, limit)),
     )
 
 
@@ -327,17 +326,6 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
         changes = " ".join(change.override for change in plan.changes)
         return Problem("machine", found, f"set {changes}", level="warning")
     return Problem("machine", found, other)
-
-
-def _find_margins(work: Workload, machine: Machine, rollout: float, training: float) -> Iterator[Margin]:
-    """What the peaks do not count; docs/plan.md has the source of each figure."""
-    if work.unknown_bytes:
-        kept = "layers that this dynamic 4-bit model keeps in 16 bit"
-        yield Margin(work.unknown_bytes / GIB, f"{kept}: at most 10% of the weights, according to Unsloth")
-    part = "training" if training > rollout else "rollout"
-    here = "on this machine" if machine.is_here else "on that GPU"
-    unmeasured = unmeasured_gib(work, max(rollout, training), part)
-    yield Margin(unmeasured, f"not measured {here}: {UNMEASURED:.0%} of the computed peak")
 
 
 # ------------------------------------------------------------------------------------------ what to change

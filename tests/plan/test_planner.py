@@ -52,7 +52,7 @@ def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
     after = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
     kept = 3 * 2560 * 9728 * (2 - 0.516) / 2**30
     assert after.training_gib - before.training_gib == pytest.approx(kept, rel=0.01)
-    assert [any("keeps in 16 bit" in one.reason for one in plan.margins) for plan in (before, after)] == [True, False]
+    assert before.margin_gib > 0.1 * before.peak_gib > after.margin_gib, "which layers is known now"
 
 
 def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> None:
