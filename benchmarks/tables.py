@@ -1,4 +1,4 @@
-"""Writes the figures of `results/` into README, docs, the configs' headers and the memory plan's corrections.
+"""Writes the figures of `results/` into README, docs and the configs' headers.
 
     python benchmarks/tables.py                       # all of them
     make gpu-report                                   # the same
@@ -12,7 +12,6 @@ files are refused.
 
 import argparse
 import json
-import math
 import os
 import re
 import shutil
@@ -36,7 +35,6 @@ from rloo_kit.plan.speed import GPUS, find_gpu, sampling_s, step_completions, to
 from rloo_kit.system.gpu import GIB
 
 GPU_RESULTS = reporting.RESULTS / "gpu"
-CORRECTIONS = ROOT / "rloo_kit" / "plan" / "corrections.json"
 CONFIGS = ROOT / "configs"
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "plan")),
          ROOT / "README.md")  # fmt: skip
@@ -119,7 +117,7 @@ def _times() -> list[list[str]]:
                     continue
                 if engine == "native":
                     cells += [str(plan.rows), f"{plan.rollout_gib:.1f}, {plan.training_gib:.1f}"]
-                cells += [f"{plan.step.seconds:.0f}", f"{plan.step.hours:.1f}"]
+                cells += [f"{plan.step.step_s:.0f}", f"{plan.step.hours:.1f}"]
             rows.append(cells)
     return rows
 
@@ -144,12 +142,6 @@ def hours_table(_: Any = None) -> list[str]:
             rows.append([gpu, config, tokens, str(steps), hours, by_generate, with_vllm])
     rows.sort(key=lambda row: "evening" not in row[1])
     return table(["GPU", "config", "tokens, at most", "steps", "hours", "by `generate`", "with vLLM"], rows)
-
-
-def gpus_table(_: Any = None) -> list[str]:
-    """The GPUs' specifications, from their manufacturer."""
-    rows = [[gpu.name, str(gpu.memory_gb), f"{gpu.bandwidth:g}", f"{gpu.tflops:g}"] for gpu in GPUS]
-    return table(["GPU", "GB", "GB/s", "16-bit TFLOPS"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- measured on a GPU
@@ -286,7 +278,7 @@ def list_speeds(gpus: list[Part]) -> Iterator[tuple[str, list[float], list[float
 
         def at(tokens: int, rows: int, work: Any = work, gpu: Any = gpu) -> float:
             """Milliseconds of a token after so many in the cache."""
-            return 1e3 * token_step_s(replace(work, prompt_tokens=0, completion_tokens=2 * tokens), rows, gpu)
+            return 1e3 * token_step_s(replace(work, prompt_tokens=0, completion_tokens=2 * tokens), rows, 1.0, gpu)
 
         found = measured_on.value("unsloth/decodes") or {}
         if times := {
@@ -304,7 +296,7 @@ def list_speeds(gpus: list[Part]) -> Iterator[tuple[str, list[float], list[float
             prompt, length = run.data.max_prompt_length, run.rloo.max_completion_length
             places = [prompt + int(share * (length - 64)) for share in (0, 0.5, 1)]
             yield f"{gpu_gb} GB: ms a token, {rows} rows", claim["decode_ms"], [at(one, rows) for one in places]
-            parts_s = [sampling_s(work, count, rows, rows, gpu), training_s(work, count * work.row_tokens, gpu)]
+            parts_s = [sampling_s(work, count, rows, 1.0, gpu), training_s(work, count * work.row_tokens, gpu)]
             measured = [claim[name] for name in ("rollout_s", "gradient_s", "step_s")]
             yield f"{gpu_gb} GB: rollout, training, step, s", measured, [*parts_s, sum(parts_s)]
 
@@ -335,22 +327,7 @@ def speeds_table(gpus: list[Part]) -> list[str]:
     return table(["H100", "measured", "plan before", "plan", "over measured"], rows)
 
 
-# ------------------------------------------------------------------------------------- corrections and headers
-
-
-def corrections(gpus: list[Part]) -> dict[str, Any]:
-    """The largest ratio of measured to computed peaks over all configs, by backend and part; never below 1, because a
-    plan that is too high costs rows, and one that is too low costs the run. Left out: a config that ran after an
-    interrupted check, whose memory counts in its peaks."""
-    factors: dict[str, float] = {}
-    sources: list[str] = []
-    for found in filter(None, (claim_of([gpu], gpu_gb) for gpu in gpus for gpu_gb in GPUS_GB)):
-        for name in () if found["after"] else ("rollout", "training"):
-            ratio = found[f"{name}_gib"] / found["computed"][f"{name}_gib"]
-            key = f"{found['backend']} {name}"
-            factors[key] = max(factors.get(key, 1.0), math.ceil(100 * ratio) / 100)
-            sources.append(f"{found['gpu']}, {found['measured']}")
-    return {"source": "; ".join(dict.fromkeys(sources)), "factors": factors}
+# ------------------------------------------------------------------------------------- the configs' headers
 
 
 def with_header(text: str, run: Any, gpu_gb: float, found: Mapping[str, Any] | None) -> str:
@@ -419,7 +396,6 @@ def main() -> int:
     if options.source is not None and not options.source.resolve().is_relative_to(GPU_RESULTS):
         collect(options.source.resolve())
     gpus = read_gpus(GPU_RESULTS)
-    CORRECTIONS.write_text(json.dumps(corrections(gpus), indent=2) + "\n", encoding="utf-8")
     write_headers(gpus)
     reporting.write_tables(TABLES, PAGES)
     print(f"GPUs that were measured: {', '.join(map(name_of, gpus)) or 'none'}")
@@ -435,7 +411,6 @@ TABLES: reporting.Tables = {
     "shorter": (shorter_table, "shorter_thinking.json"),
     "step-times": (times_table, ""),
     "step-hours": (hours_table, ""),
-    "step-gpus": (gpus_table, ""),
 } | {name: ((lambda folder, make=make: make(read_gpus(folder))), "gpu") for name, make in GPU_TABLES.items()}
 
 

@@ -75,8 +75,6 @@ class Scripted(Engine):
                     if state.finished:
                         break
                     state.take(token, -2.0 - 0.01 * len(state.ids))
-                    if call.on_tokens is not None:
-                        call.on_tokens(number, state.ids)
                 turn += 1
                 call.ask_and_wait(state)
 

@@ -40,14 +40,15 @@ def full_engine(policy: Any, run: Any, rows: int) -> Any:
     engine = make_engine(policy, run.rollout.engine, rows, run.rloo.temperature)
     if engine.name == "native":
         engine._fill = _fill_slots
-    elif engine.name == "generate":
-        engine._cache_options = lambda rows, width: {"past_key_values": _fill_cache(engine._model, rows, width)}
     return engine
 
 
 def decode_ends(engine: Any, rows: int, tokens: int, decoded: int) -> None:
     """Decode the last `decoded` of the `tokens` tokens of each of `rows` rows, after full caches."""
     prompts = [[row % 200 + 1] * (tokens - decoded) for row in range(rows)]  # different, unlike those of a group
+    if engine.name == "generate":
+        with engine._mode(), torch.no_grad():
+            engine._options["past_key_values"] = _fill_cache(engine._model, rows, tokens - decoded)
     engine.sample(prompts, Limits(decoded))
 
 

@@ -251,7 +251,7 @@ def train_on(bench: Bench, gpu_gb: int, *overrides: str) -> None:
 
 def computed_peaks(plan: Any) -> dict[str, float]:
     """The plan's peaks in GiB, as torch counts."""
-    counted = [part for part in plan.parts if part.name not in ("context", "correction")]
+    counted = [part for part in plan.parts if part.name != "context"]
     return {name: round(sum(getattr(part, name) for part in counted), 3) for name in ("rollout_gib", "training_gib")}
 
 

@@ -48,21 +48,17 @@ class Measures:
     """Measurements on the loaded model; None if not measured. Shares are in [0, 1], GiB are peaks.
 
     Attributes:
-        tools: by name, a call with made-up arguments. episodes: from `measure_calls`. episode: the steps of one.
+        episodes: from `measure_calls`. episode: the steps of one.
         prompts, generations: of the probe rollout; a prompt's completions are a group.
-        completion_tokens: of its completions. truncated: share that the limit cut off.
-        thinking_tokens: before the first `</think>`; unclosed thinking counts in full.
+        truncated: share that the limit cut off. thinking_tokens: before the first `</think>`, all if it is not closed.
         closed: share of completions that close their thinking themselves. forced: share that the budget closed.
-        think_end_id: of `</think>`. rewards: by name. signal: groups that can move the policy.
-        pass_rate: share of correct answers, with its 95 % interval pass_low to pass_high.
-        logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token. kl: mean
-            log-ratio of policy and reference, nats per token.
+        signal: groups that can move the policy. pass_rate: share of correct answers, with its 95 % interval.
+        logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token.
         grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
         rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
-        step_s: seconds of an optimizer step. steps: of the run. hours: of the run with its evaluations, on `device`.
+        step_s: seconds of an optimizer step. hours: of the run with its evaluations, on `device`.
     """
 
-    tools: dict[str, str] = field(default_factory=dict)
     episodes: dict[str, float] = field(default_factory=dict)
     episode: list[str] = field(default_factory=list)
     prompts: int | None = None
@@ -79,7 +75,6 @@ class Measures:
     pass_low: float | None = None
     pass_high: float | None = None
     logp_gap: float | None = None
-    kl: float | None = None
     grad_norm: float | None = None
     moved: float | None = None
     rollout_gib: float | None = None
@@ -92,8 +87,6 @@ class Measures:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The measurements as text: (name, value)."""
-        for name, called in self.tools.items():
-            yield f"tool {name}", called
         if self.prompts is not None and self.generations is not None:
             count = self.prompts * self.generations
             yield "probe rollout", f"{self.prompts} prompts x {self.generations} = {count} completions"
@@ -114,8 +107,6 @@ class Measures:
                 yield "pass rate", f"{self.pass_rate:.2f} (95 % interval {self.pass_low:.2f} to {self.pass_high:.2f})"
         if self.logp_gap is not None:
             yield "sampler, trainer", f"log-probs differ by {self.logp_gap:.1e} nats per token"
-        if self.kl is not None:
-            yield "KL at step one", f"{self.kl:.1e} nats per token"
         if self.grad_norm is not None:
             yield "gradient", f"norm {self.grad_norm:.3g}, of a step at full length"
         if self.moved is not None:

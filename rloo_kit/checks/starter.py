@@ -34,19 +34,19 @@ from rloo_kit.system.versions import is_importable
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Words of columns' names: of prompts, of answers, of answers or remarks on them; whole names of indexes, of neither.
-_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
-_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|答案"
-_ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione"
-_WEAK = "label|output|response|result|ergebnis?(se)?"
-_INDEX = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
-_INDEX += "|unnamed.*|"
-_NEITHER = f"{_INDEX}|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+"
-# A hash or UUID, an address, a date, a number with few words; a number; what names no column: a number or a sentence.
-_SHORT = r"(?!.{40})@*([^\W\d]+@+){0,2}([^\W\d]+@*)?\d+@*([^\W\d]+@*){0,2}".replace("@", r"[\s.:;,()\[\]{}#/№§°*-]")
-_KEY = re.compile(rf"[\da-f-]{{16,}}|https?://\S+|\d+([-/.: t]+\d+){{2,}}z?|{_SHORT}", re.I)
-_NUMBER = r"[-+$€£]?\s?[\d.,]*\d\s?[%€]?"
-_NO_NAME = re.compile(rf"{_NUMBER}|.{{60,}}|.*(\w \w.*\?|？).*", re.DOTALL)
+# Words in the names of columns with prompts, of those with answers, and of columns that are neither.
+_PROMPT = {
+    "prompt", "question", "problem", "instruction", "query", "input", "message", "task", "frage", "aufgabe",
+}  # fmt: skip
+_ANSWER = {
+    "answer", "solution", "target", "gold", "expected", "reference", "completion", "output", "response", "label",
+    "result", "reply", "antwort", "lösung", "ergebnis",
+}  # fmt: skip
+_NEITHER = {
+    "id", "idx", "index", "no", "nr", "number", "length", "count", "score", "url", "type", "source", "date", "wrong",
+    "rejected",
+}  # fmt: skip
+_CHOICE = re.compile(r"[a-h]|(choice|option)s?[ _]?[a-h\d]?")
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -115,92 +115,45 @@ def open_data(source: str) -> dict[str, list[Any]]:
 def find_columns(
     source: str, columns: dict[str, list[Any]], prompt: str | None = None, answer: str | None = None
 ) -> dict[str, list[str]]:
-    """By flag the columns that it could be, one if that is sure: an answer by name, a prompt by name or as the only
-    text left. Raises ConfigError for flags without a column each, no names, and answers that choose from columns."""
+    """By flag the columns that it could be, by a word of their names. Raises ConfigError for flags without a column
+    each, and for answers that choose from columns."""
     if prompt is not None and prompt == answer:
         raise ConfigError(f"--prompt-column and --answer-column are both {prompt}; name two different columns")
     for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
         if name is not None and name not in columns:
             raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
-    shape, known = partial(re.compile(r"\d+").sub, "0"), re.compile(f"{_PROMPT}|{_ANSWER}|{_WEAK}")
-    has_names = not source.lower().endswith(".csv") or any(known.fullmatch(_simple(name)) for name in columns)
-    for name, values in columns.items():
-        is_value = _NO_NAME.fullmatch(name) or (name and shape(name) in map(shape, map(str, values)))
-        if is_value and not has_names and prompt is None and answer is None:
-            raise ConfigError(
-                f"{source}: its first line seems to be a row, and {excerpt(name, 60)} no name of a column; write names "
-                "above it, for example prompt,answer, or pass --prompt-column and --answer-column"
-            )
-    names = [name for name in columns if not re.fullmatch(_INDEX, _simple(name))]
-    marks = [re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in names]
-    alike = {"choice", "option", *(mark for mark in marks if "#" in mark and marks.count(mark) > 1)}
-    options = [name for name, mark in zip(names, marks, strict=True) if mark in alike]
+    options = [name for name in columns if _CHOICE.fullmatch(name.strip().lower())]
     if options and (prompt is None or answer is None):
         raise ConfigError(
             f"{source}: the answer chooses from {', '.join(options)}, which the prompts do not show; write them into "
             "the prompts, or pass --prompt-column and --answer-column"
         )
-    kinds = {name: _kind_of(name, values) for name, values in columns.items() if name not in (prompt, answer)}
-    named = [prompt] if prompt is not None else [name for name in kinds if _has_word(name, _PROMPT)]
-    golds = [name for name in kinds if _has_word(name, f"{_ANSWER}|{_WEAK}") and not _has_word(name, _PROMPT)]
-    golds = [answer] if answer is not None else [name for name in golds if kinds[name] not in ("constant", "empty")]
-    rest = [name for name in kinds if kinds[name] in ("text", "messages", "number", "kinds") and name not in golds]
-    texts = [name for name in rest if kinds[name] in ("text", "messages")]
-    asked = [name for name in named if kinds.get(name) not in ("index", "empty")] or named or texts
-    if answer is None and len(golds) == 1 and not _has_word(golds[0], _ANSWER):
-        golds += [name for name in rest if name not in named and [name] != asked]
-    if answer is None and len(golds) == 1 and kinds[golds[0]] in ("messages", "other"):
-        golds = []
-    if prompt is None and len(asked) == 1 and not (asked[0] in rest and (named or len(golds) == 1)):
-        asked = []  # the only text may be the answer
-    return {"--prompt-column": asked, "--answer-column": golds}
+    words = {name: _words_of(name) for name in columns if name not in (prompt, answer)}
+    prompts = [name for name, said in words.items() if said & _PROMPT and not said & (_NEITHER | _ANSWER)]
+    answers = [name for name, said in words.items() if said & _ANSWER and not said & (_NEITHER | _PROMPT)]
+    return {
+        "--prompt-column": prompts if prompt is None else [prompt],
+        "--answer-column": answers if answer is None else [answer],
+    }
 
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
-    """The flags to choose from, each with an example; where no column fits, those that are left, without indexes."""
+    """The flags to choose from, each with an example; where no column fits, all that are left."""
     rest = [name for name in columns if [name] not in found.values()]
-    plain = [name for name in rest if _kind_of(name, columns[name]) not in ("index", "empty")]
-    rest = plain if len(plain) >= list(found.values()).count([]) else rest
-    pairs = [(shlex.join([flag, name]), columns[name]) for flag, names in found.items() for name in names or rest]
-    examples = [(words, next((one for one in values if not has_no_answer(one)), "")) for words, values in pairs]
-    return "\n".join(f"  {words}  (for example {excerpt(one, 60)})" for words, one in examples)
+    lines = []
+    for flag, names in found.items():
+        for name in names or rest:
+            example = next((value for value in columns[name] if not has_no_answer(value)), "")
+            lines.append(f"  {shlex.join([flag, name])}  (for example {excerpt(example, 60)})")
+    if not any(found.values()):
+        lines.append("  If the first line of the file is a row, write names above it, for example prompt,answer")
+    return "\n".join(lines)
 
 
-def _simple(name: str) -> str:
-    """A column's name in small words, without a plural's s: `correct answer` for Correct_Answers."""
-    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
-
-
-def _has_word(name: str, words: str) -> bool:
-    """Whether a word of the name is one of `words`, and the name is not that of an index or a remark."""
-    found = (re.fullmatch(words, word.removesuffix("s")) for word in _simple(name).split())
-    return any(found) and not re.fullmatch(_NEITHER, _simple(name))
-
-
-def _kind_of(name: str, values: list[Any]) -> str:
-    """What a column has: text, number, kinds (few values in many rows), messages; index (also a topic or a date),
-    constant, empty; other.
-
-    >>> [_kind_of("x", values) for values in (["1", "2", "3"], ["(1)", "2a"], ["1+1=", "2+5="], ["a", "b"] * 4)]
-    ['index', 'index', 'text', 'kinds']
-    """
-    found = [one for one in values if not has_no_answer(one) and one not in ([], {})]
-    if not found:
-        return "empty"
-    if not all(type(one) in (str, int, float) for one in found):
-        return "messages" if all(isinstance(one, list) and isinstance(one[0], dict) for one in found) else "other"
-    texts = [str(one).strip() for one in found]
-    distinct = len(set(texts))
-    numbers = [int(float(text)) for text in texts if re.fullmatch(r"[0-9]{1,15}(\.0)?", text)]
-    counts = numbers == sorted(numbers) or max(numbers) - min(numbers) < len(numbers)
-    counts = counts if len(numbers) == distinct else all(map(_KEY.fullmatch, texts))
-    if re.fullmatch(_NEITHER, _simple(name)) or (counts and distinct == len(values) > 1):
-        return "index"
-    if distinct <= 1 < len(values):
-        return "constant"
-    if 4 * distinct <= len(values) and all(len(text.split()) <= 3 for text in texts):
-        return "kinds"
-    return "number" if 2 * sum(bool(re.fullmatch(_NUMBER, text)) for text in texts) > len(texts) else "text"
+def _words_of(name: str) -> set[str]:
+    """The words of a column's name, small, with and without a last s."""
+    words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+    return {*words, *(word.removesuffix("s") for word in words)}
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
@@ -307,20 +260,18 @@ def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | Non
         "usual_rate": f"{LORA_LEARNING_RATE:.0e}".replace("e-0", "e-"),
     }  # fmt: skip
     for length, rows in SHORT if is_short else LENGTHS[thinks]:
-        for memory in ("fast", "low"):
-            values = shared | {
-                "completion_length": length,
-                "memory": memory,
-                "thinking_budget": length - ANSWER - CLOSING if thinks and not is_short else None,
-                "eval_batch": 250 if is_embedded else prompts * GENERATIONS if is_short else min(rows, GENERATIONS),
-            }
-            keys = read_yaml(_render("run.yaml", values), str(file))[0] | {"run": {"name": file.stem}}
-            try:
-                run = RunConfig.model_validate(keys)
-            except ValidationError as error:  # for example the model's name
-                raise ConfigError(explain_errors(error, RunConfig)) from None
-            plan = plan_vram(run, gpu_gib)
-            yield Fitted(values, run, plan, plan.fits and plan.rows >= min(rows, plan.completions))
+        values = shared | {
+            "completion_length": length,
+            "thinking_budget": length - ANSWER - CLOSING if thinks and not is_short else None,
+            "eval_batch": 250 if is_embedded else prompts * GENERATIONS if is_short else min(rows, GENERATIONS),
+        }
+        keys = read_yaml(_render("run.yaml", values), str(file))[0] | {"run": {"name": file.stem}}
+        try:
+            run = RunConfig.model_validate(keys)
+        except ValidationError as error:  # for example the model's name
+            raise ConfigError(explain_errors(error, RunConfig)) from None
+        plan = plan_vram(run, gpu_gib)
+        yield Fitted(values, run, plan, plan.fits and plan.rows >= min(rows, plan.completions))
 
 
 # ------------------------------------------------------------------------------------------------ the files
@@ -367,9 +318,7 @@ def write_starter(
         lines.append(f"other columns: {', '.join(others)}; --prompt-column and --answer-column choose")
     long = next((one for one in table.golds if len(one.split()) > 3 or len(one) > 40), "")
     if long and not table.are_numbers:
-        has_one = all(len(re.findall(r"\d+(?:[.,]\d+)*", one)) == 1 for one in table.golds)
-        bare = "its number alone, which is then compared as a number," if has_one else "the bare answer"
-        advice = f"put {bare} into '{table.answer_column}', or change the reward in {reward}"
+        advice = f"put the bare answer into '{table.answer_column}', or change the reward in {reward}"
         lines.append(f"answers are sentences, as {excerpt(long, 60)}; only the same words are right: {advice}")
     if not plan.machine.on_cuda and not found.values["is_embedded"]:
         lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))

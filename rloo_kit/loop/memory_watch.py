@@ -13,7 +13,7 @@ import torch
 from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.parts import Workload, body_bytes, context_bytes, own_bytes, rollout_gib, table_bytes, training_gib
+from rloo_kit.plan.parts import CONTEXT_GIB, Workload, body_bytes, own_bytes, rollout_gib, table_bytes, training_gib
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import now
@@ -124,15 +124,15 @@ class MemoryWatch:
         peak.finish()
         spare = 0.0
         if self.machine.on_cuda:
-            measured = peak.gib + context_bytes(load) / GIB
+            measured = peak.gib + CONTEXT_GIB
             spare = peak.reserved_gib - peak.gib
         elif peak.start_gib is not None:
-            loaded = context_bytes(load) + body_bytes(load) + table_bytes(load) + own_bytes(load)
-            measured = peak.gib - peak.start_gib + loaded / GIB
+            loaded = body_bytes(load) + table_bytes(load) + own_bytes(load)
+            measured = peak.gib - peak.start_gib + loaded / GIB + CONTEXT_GIB
         else:
             return None
         prompt, completion = min(self._prompt, load.prompt_tokens), min(self._completion, load.completion_tokens)
-        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion, factors=(1.0, 1.0))
+        seen = replace(load, prompt_tokens=prompt, completion_tokens=completion)
         rollout, training = rollout_gib(seen, self.rows), training_gib(seen, self.rows)
         computed = max(rollout, training)
         return {

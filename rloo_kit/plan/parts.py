@@ -4,13 +4,9 @@ Weights, adapter, gradients and cache are exact; a layer's saved activations are
 backward pass, Unsloth's kernels and vLLM's buffers are estimates.
 """
 
-import functools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 from rloo_kit import sizes
 from rloo_kit.plan.shapes import ModelShape
@@ -24,14 +20,11 @@ FLOAT = 4
 BLOCK_TOKENS = 16  # per page of vLLM
 OUTSIDE_GIB = 0.13  # of vLLM outside torch's allocator: the column of unsloth_zoo's table in `load_vllm`
 LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling run: the slope of the same table
-# CUDA graphs: fixed, and each. Assumed, not measured: 172 of a model with an adapter took 1.7 GiB in pull request 40044
-# of vLLM, about 204 took 2.4 in 25914, 11 and 16 without an adapter 0.3 and 0.4 in logs that users posted.
-GRAPHS_GIB, GRAPH_MIB = 0.3, 11
+# vLLM's CUDA graphs: fixed, and by row. Assumed, not measured: 1.7 and 2.4 GiB of models with an adapter and 256 rows
+# in its pull requests 40044 and 25914, 0.3 and 0.4 without an adapter in logs that users posted.
+GRAPHS_GIB, GRAPHS_ROW_MIB = 0.4, 8
 # (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
 UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
-# Ratios of measured to computed peaks of a GPU, by "BACKEND PART", 1 or more, and their `source`, the GPU and the day
-# (empty if nothing was measured): `make gpu-report` writes the file.
-CORRECTIONS = Path(__file__).with_name("corrections.json")
 # The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json: the possible
 # error of a plan.
 UNMEASURED = 0.1
@@ -54,9 +47,7 @@ class Workload:
         enforce_eager: vLLM without CUDA graphs. vllm_bytes: vLLM's share of the GPU if the file sets it.
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
-        factors: of the computed peaks, rollout and training (`find_factors`).
-        unknown_bytes: of layers that a dynamic 4-bit copy may keep in 16 bit. mean_share: mean length of completions
-            over the longest.
+        unknown_bytes: of layers that a dynamic 4-bit copy may keep in 16 bit.
     """
 
     shape: ModelShape
@@ -82,9 +73,7 @@ class Workload:
     enforce_eager: bool = False
     vllm_bytes: int | None = None
     keeps_gradients: bool = True
-    factors: tuple[float, float] = (1.0, 1.0)
     unknown_bytes: int = 0
-    mean_share: float = 1.0
 
     @property
     def row_tokens(self) -> int:
@@ -274,11 +263,6 @@ def sampling_bytes(work: Workload, rows: int) -> int:
     return logits + prompts * work.prompt_tokens * width * work.compute_bytes
 
 
-def context_bytes(work: Workload) -> int:
-    """Memory before any weight is loaded."""
-    return int(CONTEXT_GIB * GIB)
-
-
 def vllm_weight_bytes(work: Workload) -> int:
     """vLLM's weights, which it shares with Unsloth, and else has a second time: in 4 bit if the policy's are, else in
     its compute type."""
@@ -288,10 +272,8 @@ def vllm_weight_bytes(work: Workload) -> int:
 
 def adapter_bytes(work: Workload) -> int:
     """vLLM's buffers for one adapter, at the next supported rank."""
-    if work.lora_rank is None:
-        return 0
     rank = next((rank for rank in sizes.VLLM_RANKS if rank >= (work.lora_rank or 0)), work.lora_rank)
-    return trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
+    return 0 if work.lora_rank is None else trained_weights(replace(work, lora_rank=rank)) * work.compute_bytes
 
 
 def row_bytes(work: Workload) -> int:
@@ -328,20 +310,9 @@ def buffer_bytes(work: Workload, rows: int) -> int:
 
 
 def _kept_bytes(work: Workload, rows: int) -> int:
-    """Graphs and libraries, which stay while vLLM is asleep.
-
-    vLLM 0.32 captures graphs for batches of up to twice its rows, at most 512 tokens, and once more for decoding alone,
-    up to its rows; with an adapter, all of these both with and without it.
-    """
-    if not work.on_cuda:
-        return 0
-    if work.enforce_eager:
-        return int(OUTSIDE_GIB * GIB)
-    most = min(2 * rows, 512)
-    sizes = {1, 2, 4, rows, *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)}
-    graphs = sum((size <= most) + (size <= min(most, rows)) for size in sizes)
-    graphs *= 1 if work.lora_rank is None else 2
-    return int(OUTSIDE_GIB * GIB) + int(GRAPHS_GIB * GIB) + graphs * GRAPH_MIB * 2**20
+    """Graphs and libraries, which stay while vLLM is asleep."""
+    graphs = 0 if work.enforce_eager else GRAPHS_GIB * GIB + rows * GRAPHS_ROW_MIB * 2**20
+    return int(OUTSIDE_GIB * GIB + graphs)
 
 
 def share_bytes(work: Workload, rows: int) -> int:
@@ -350,30 +321,12 @@ def share_bytes(work: Workload, rows: int) -> int:
 
 
 def asleep_bytes(work: Workload, rows: int) -> int:
-    """What stays of vLLM's memory, shared weights apart, while the policy trains.
-
-    On a GPU the pool is freed, and a second copy of the weights moves to host memory with the adapter's buffers. On a
-    CPU vLLM's sleep does nothing.
-    """
-    if not work.on_cuda:
-        return share_bytes(work, rows) - (vllm_weight_bytes(work) if work.fused else 0)
+    """What stays of vLLM's memory, shared weights apart, while the policy trains: the pool is freed, and a second copy
+    of the weights moves to host memory with the adapter's buffers."""
     return _kept_bytes(work, rows) + (adapter_bytes(work) if work.fused else 0)
 
 
 # ------------------------------------------------------------------------------------------ parts and peaks
-
-
-@functools.cache
-def load_corrections() -> dict[str, Any]:
-    """The content of `CORRECTIONS`."""
-    return json.loads(CORRECTIONS.read_text(encoding="utf-8"))
-
-
-def find_factors(on_cuda: bool, fused: bool) -> tuple[float, float]:
-    """Factors of the computed peaks of rollout and training; 1 without a GPU. `fused`: of Unsloth."""
-    factors = load_corrections()["factors"] if on_cuda else {}
-    backend = "unsloth" if fused else "transformers"
-    return float(factors.get(f"{backend} rollout", 1)), float(factors.get(f"{backend} training", 1))
 
 
 @dataclass(frozen=True)
@@ -386,47 +339,56 @@ class MemoryPart:
     detail: str
 
 
+def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
+    """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
+    sampling = {"server": _list_server, "vllm": _list_vllm}.get(work.engine, _list_sampling)
+    table = [*_list_lasting(work), *sampling(work, rows), *_list_passes(work)]
+    return [MemoryPart(name, rollout / GIB, training / GIB, detail) for name, rollout, training, detail in table]
+
+
 Row = tuple[str, int, int, str]  # of the table: name, bytes in the rollout, bytes in a training pass, details
-
-
-def _both(name: str, size: int, detail: str) -> Row:
-    return name, size, size, detail
 
 
 def _list_lasting(work: Workload) -> Iterator[Row]:
     """What stays in memory: weights, what training adds to them, and the context."""
     shape, trained = work.shape, FLOAT * trained_weights(work)
     kind = "NF4, double quantisation" if work.four_bit else f"{8 * work.weight_bytes} bits"
-    yield _both("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}")
     tables = "embedding, tied with the head" if shape.tied else "embedding and head"
-    tables += f", {shape.vocab_size} x {shape.hidden_size}; norms"
-    yield _both("weights: tables", table_bytes(work), f"{tables}; {8 * work.weight_bytes} bits")
-    if work.lora_rank is not None:
-        detail = f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"
-        yield _both("adapter", own_bytes(work), detail)
+    tables += f", {shape.vocab_size} x {shape.hidden_size}; norms; {8 * work.weight_bytes} bits"
+    copied = {"none": 0, "adapter": trained, "model": body_bytes(work) + table_bytes(work)}[work.reference]
+    largest_matrix = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
+    lasting = (
+        ("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}"),
+        ("weights: tables", table_bytes(work), tables),
+        ("adapter", own_bytes(work), f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"),
+        ("optimizer", optimizer_bytes(work), work.optim),
+        ("reference", copied, f"a copy of the {work.reference}"),
+        ("unpacking", largest_matrix * work.compute_bytes * work.four_bit, "the largest matrix, unpacked"),
+        ("context", int(CONTEXT_GIB * GIB), "CUDA" if work.on_cuda else "Python and its libraries"),
+    )
+    yield from ((name, size, size, detail) for name, size, detail in lasting if size)
     yield "gradients", trained * work.keeps_gradients, trained, "float32"  # with the sums of streaming
-    yield _both("optimizer", optimizer_bytes(work), work.optim)
-    if work.reference != "none":
-        size = trained if work.reference == "adapter" else body_bytes(work) + table_bytes(work)
-        yield _both("reference", size, f"a copy of the {work.reference}")
-    if work.four_bit:
-        most = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
-        yield _both("unpacking", most * work.compute_bytes, "the largest matrix, unpacked")  # for every multiplication
-    yield _both("context", context_bytes(work), "CUDA" if work.on_cuda else "Python and its libraries")
+
+
+def _list_passes(work: Workload) -> Iterator[Row]:
+    """What a training pass adds."""
+    detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"
+    yield "activations", 0, activation_bytes(work), detail
+    yield "head", 0, head_bytes(work), "scored states, one tile of logits"
+
+
+def _list_server(work: Workload, rows: int) -> Iterator[Row]:
+    yield "cache", 0, 0, "on the server"
 
 
 def _list_vllm(work: Workload, rows: int) -> Iterator[Row]:
     """vLLM's; what stays of it while the policy trains also counts in training."""
-    awake = not work.on_cuda  # on a CPU its sleep does nothing
     if not work.fused:
-        size = vllm_weight_bytes(work)
-        host = "" if awake else ", in host memory while it sleeps"
-        yield "vLLM: weights", size, size * awake, f"vLLM's own copy{host}"
-    pool, buffers, kib = pool_bytes(work, rows), buffer_bytes(work, rows), cache_bytes_per_token(work) / 1024
-    detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
-    yield "vLLM: pool", pool, pool * awake, detail
+        yield "vLLM: weights", vllm_weight_bytes(work), 0, "vLLM's own copy, in host memory while it sleeps"
+    detail = f"{rows} x {work.row_tokens} tokens x {cache_bytes_per_token(work) / 1024:.4g} KiB"
+    yield "vLLM: pool", pool_bytes(work, rows), 0, f"{detail}{', in 8 bits' if work.float8_cache else ''}"
     detail = "adapter, one forward pass, CUDA graphs; assumed, not measured"
-    yield "vLLM: buffers", buffers, buffers if awake else asleep_bytes(work, rows), detail
+    yield "vLLM: buffers", buffer_bytes(work, rows), asleep_bytes(work, rows), detail
 
 
 def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:
@@ -436,8 +398,7 @@ def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:
     each = each if shape.delta is None else f"({each} + {states / 2**20:.4g} MiB)"
     yield "cache", cache_bytes(work, rows), 0, f"{rows} x {each}"
     if work.has_graphs:
-        detail = "CUDA graphs of a token step; assumed, not measured"
-        yield "graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, detail
+        yield "graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, "CUDA graphs of a token step; assumed, not measured"
     else:
         # With as many key heads as query heads, to grow one layer's keys; at least three states of a delta net.
         width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
@@ -448,29 +409,6 @@ def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:
         size, detail = decoder_bytes(work)
         yield "decoder", size, 0, detail
     yield "sampling", sampling_bytes(work, rows), 0, "logits of the rows, prefill of the prompts"
-
-
-def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
-    """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
-    table = [*_list_lasting(work)]
-    if work.engine == "server":
-        table.append(_both("cache", 0, "on the server"))
-    else:
-        table += _list_vllm(work, rows) if work.engine == "vllm" else _list_sampling(work, rows)
-    detail = f"{work.pass_tokens} tokens in a pass, checkpointing {work.checkpointing}"
-    table.append(("activations", 0, activation_bytes(work), detail))
-    table.append(("head", 0, head_bytes(work), "scored states, one tile of logits"))
-    parts = [MemoryPart(name, rollout / GIB, training / GIB, detail) for name, rollout, training, detail in table]
-    # Of all but the context; vLLM enforces its share itself.
-    factors = {"rollout": 1.0 if work.engine == "vllm" else work.factors[0], "training": work.factors[1]}
-    if work.factors != (1.0, 1.0):
-        context = context_bytes(work) / GIB
-        rollout = (factors["rollout"] - 1) * (sum(part.rollout_gib for part in parts) - context)
-        training = (factors["training"] - 1) * (sum(part.training_gib for part in parts) - context)
-        source = load_corrections()["source"]
-        named = [f"{name} x {factor:.2f} ({source})" for name, factor in factors.items() if factor != 1]
-        parts.append(MemoryPart("correction", rollout, training, f"measured: {', '.join(named)}"))
-    return parts
 
 
 def rollout_gib(work: Workload, rows: int) -> float:
@@ -486,8 +424,8 @@ def training_gib(work: Workload, rows: int = 1) -> float:
 def unmeasured_gib(work: Workload, peak_gib: float, part: str) -> float:
     """By how much a measurement may exceed this peak; for vLLM's rollout only outside its share."""
     if part == "rollout" and work.engine == "vllm":
-        peak_gib = rollout_gib(replace(work, engine="server", factors=(1.0, 1.0)), 1)
-    return UNMEASURED * (peak_gib - context_bytes(work) / GIB)
+        peak_gib = rollout_gib(replace(work, engine="server"), 1)
+    return UNMEASURED * (peak_gib - CONTEXT_GIB)
 
 
 def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
@@ -495,7 +433,7 @@ def comfortable_gib(work: Workload, limit_gib: float, part: str) -> float:
     limit_gib -= work.unknown_bytes / GIB
     if part == "rollout" and work.engine == "vllm":
         return limit_gib - unmeasured_gib(work, limit_gib, part)
-    return (limit_gib + UNMEASURED * context_bytes(work) / GIB) / (1 + UNMEASURED)
+    return (limit_gib + UNMEASURED * CONTEXT_GIB) / (1 + UNMEASURED)
 
 
 def rows_at_once(work: Workload, limit_gib: float, wanted: int | None = None) -> int:

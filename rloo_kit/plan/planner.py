@@ -1,6 +1,6 @@
 """Plan whether a run fits a GPU: GiB by part from `config.json` and the run's keys, without torch, weights, network.
 
-First the machine and the workload, then the engine that samples, then the plan with its margin and changes.
+First the machine and the workload, then the engine that samples, then the plan with its changes.
 """
 
 import os
@@ -12,11 +12,8 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan.parts import (
-    UNMEASURED,
     Workload,
-    asleep_bytes,
     body_bytes,
-    find_factors,
     largest,
     largest_pass,
     least_pool_bytes,
@@ -28,11 +25,10 @@ from rloo_kit.plan.parts import (
     table_bytes,
     training_gib,
     unmeasured_gib,
-    vllm_weight_bytes,
 )
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
-from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
-from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
+from rloo_kit.plan.speed import describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
+from rloo_kit.plan.vram_plan import EngineChoice, Machine, Remedy, VllmPlan, VramPlan
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus
@@ -81,7 +77,6 @@ def read_workload(
         shape=shape,
         fused=fused,
         on_cuda=machine.on_cuda,
-        factors=find_factors(machine.on_cuda, fused),
         **_read_model(run, shape, machine, fused),
         **_read_rloo(run, machine),
         **_read_engine(run, shape, machine, fused, engine or run.rollout.engine),
@@ -131,7 +126,6 @@ def _read_rloo(run: RunConfig, machine: Machine) -> dict[str, Any]:
         "whole_groups": rloo.memory == "fast" and rloo.beta > 0,
         "prompt_tokens": run.data.max_prompt_length,
         "completion_tokens": int(longest),
-        "mean_share": MEAN_SHARES[rloo.thinking_budget is not None],
         "num_generations": rloo.num_generations,
         "completions": rloo.generation_batch_size // processes,
         "keeps_gradients": rloo.generation_batch_size < step_completions(run) * processes,
@@ -180,19 +174,15 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
     work = read_workload(run, machine, config, engine="vllm")
     rows = rows_at_once(work, machine.usable_gib, wanted_rows(run, work))
     return VllmPlan(
-        shared=work.fused,
         gpu_memory_utilization=min(share_bytes(work, rows) / GIB / machine.total_gib, 1.0),
         max_num_seqs=rows,
         pool_gib=pool_bytes(work, rows) / GIB,
-        weights_gib=vllm_weight_bytes(work) / GIB,
-        asleep_gib=asleep_bytes(work, rows) / GIB,
         obstacle=_find_obstacle(run, work, rows, machine),
     )
 
 
 def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) -> str | None:
-    """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix; None if training
-    does not fit without vLLM either."""
+    """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix."""
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):
@@ -209,30 +199,26 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
             f"vLLM {version} reads 4-bit weights through {BITSANDBYTES_PLUGIN}, which is not "
             f"installed: {VLLM_INSTALL}, or set model.load_in_4bit=false"
         )
-    limit, least, pool = machine.usable_gib, least_pool_bytes(work), pool_bytes(work, rows)
-    smaller = "" if work.float8_cache else "rollout.vllm.float8_kv_cache=true, "
-    if pool < least:
-        return (
-            f"rollout.vllm.gpu_memory_utilization is {run.rollout.vllm.gpu_memory_utilization}, which leaves "
-            f"{pool / GIB:.2f} GiB for the KV cache, and one row of {work.max_length} tokens takes "
-            f"{least / GIB:.2f}: raise it, or set {smaller}or rollout.vllm.gpu_memory_utilization=null"
-        )
-    if (needed := rollout_gib(work, 1)) > limit:
-        change = "a lower rollout.vllm.gpu_memory_utilization, " if work.vllm_bytes is not None else ""
-        change += "" if work.four_bit else "model.load_in_4bit=true, "
-        return (
-            f"vLLM with one row takes {needed:.2f} GiB together with what training keeps, more than the {limit:.2f} "
-            f"of {machine.name}: set {change}{smaller}or rollout.engine=auto"
-        )
-    if run.rloo.tokens_per_pass is None:  # the plan makes the pass as small as needed
-        work = replace(work, tokens_per_pass=1)
-    alone = replace(work, engine="generate")
-    if training_gib(work, rows) > limit >= training_gib(alone):
-        return (
-            f"training takes {training_gib(work, rows):.2f} GiB while vLLM is asleep, more than the {limit:.2f} of "
-            f"{machine.name}: set rollout.vllm.enforce_eager=true, rloo.memory=low, or rollout.engine=auto"
-        )
-    return None
+    lean = work if run.rloo.tokens_per_pass else replace(work, tokens_per_pass=1)  # the pass is as small as needed
+    limit, rollout, training = machine.usable_gib, rollout_gib(work, 1), training_gib(lean, rows)
+    is_full = rollout > limit or training > limit >= training_gib(replace(lean, engine="generate"))
+    if not is_full and pool_bytes(work, rows) >= least_pool_bytes(work):
+        return None
+    share = run.rollout.vllm.gpu_memory_utilization
+    fixes = [
+        ("rollout.vllm.gpu_memory_utilization=null", share is not None),
+        ("rollout.vllm.float8_kv_cache=true", not work.float8_cache),
+        ("rollout.vllm.enforce_eager=true", not work.enforce_eager),
+        ("model.load_in_4bit=true", not work.four_bit),
+        ("rloo.memory=low", run.rloo.memory != "low"),
+        ("rollout.engine=auto", True),
+    ]
+    helping = " or ".join(fix for fix, helps in fixes if helps)
+    given = "" if share is None else f"rollout.vllm.gpu_memory_utilization is {share}; "
+    return (
+        f"{given}with one row of {work.max_length} tokens a rollout takes {rollout:.2f} GiB, and training while vLLM "
+        f"sleeps {training:.2f}, of {limit:.2f} on {machine.name}; set {helping}"
+    )
 
 
 def plan_engine(
@@ -251,9 +237,10 @@ def plan_engine(
     if not machine.on_cuda:
         return EngineChoice(name, "without a CUDA GPU")
     plan = plan_vllm(run, machine, config)
-    elsewhere = "assumed not installed on another machine, rollout.engine=vllm plans for it"
-    obstacle = plan.obstacle or ("" if machine.is_here else elsewhere)
-    if not obstacle:
+    obstacle = plan.obstacle
+    if obstacle is None and not machine.is_here:
+        obstacle = "assumed not installed on another machine, rollout.engine=vllm plans for it"
+    if obstacle is None:
         return EngineChoice("vllm", f"installed, and {plan.max_num_seqs} completions at once fit")
     backend = "Unsloth" if uses_unsloth(run, machine) else "transformers"
     return EngineChoice(name, f"{backend}; not vLLM: {obstacle.partition('; set ')[0]}")
@@ -287,7 +274,7 @@ def plan_vram(
     if run.rloo.tokens_per_pass is None:
         work = replace(work, tokens_per_pass=largest_pass(work, limit, rows))
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)
-    fits = max(rollout, training) <= limit
+    peak, part = max((rollout, "rollout"), (training, "training"))
     no_gpu = None
     if not machine.on_cuda and work.shape.num_weights > MOST_WEIGHTS:
         hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
@@ -311,9 +298,9 @@ def plan_vram(
         rows=rows,
         completions=work.completions,
         tokens_per_pass=work.pass_tokens,
-        margins=tuple(_find_margins(run, work, machine, rollout, training)),
+        margin_gib=unmeasured_gib(work, peak, part) + work.unknown_bytes / GIB,
         no_gpu=no_gpu,
-        changes=() if fits else tuple(find_remedies(run, work, rows, limit)),
+        changes=() if peak <= limit else tuple(find_remedies(run, work, rows, limit)),
     )
 
 
@@ -341,25 +328,6 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
     return Problem("machine", found, other)
 
 
-def _find_margins(
-    run: RunConfig, work: Workload, machine: Machine, rollout: float, training: float
-) -> Iterator[Margin]:
-    """What the peaks do not count; docs/plan.md has the source of each figure."""
-    if work.unknown_bytes:
-        kept = "layers that this dynamic 4-bit model keeps in 16 bit"
-        yield Margin(work.unknown_bytes / GIB, f"{kept}: at most 10% of the weights, according to Unsloth")
-    if run.eval.batch_size > work.completions and work.engine in ("native", "generate"):
-        tokens = run.eval.max_completion_length or work.completion_tokens
-        batch = replace(work, completions=run.eval.batch_size, completion_tokens=tokens)
-        more = rollout_gib(batch, run.eval.batch_size) - max(rollout, training)
-        if more > 0:
-            yield Margin(more, f"the evaluation, with eval.batch_size = {run.eval.batch_size} completions at once")
-    part = "training" if training > rollout else "rollout"
-    here = "on this machine" if machine.is_here else "on that GPU"
-    unmeasured = unmeasured_gib(work, max(rollout, training), part)
-    yield Margin(unmeasured, f"not measured {here}: {UNMEASURED:.0%} of the computed peak")
-
-
 # ------------------------------------------------------------------------------------------ what to change
 
 
@@ -381,40 +349,27 @@ def find_remedies(run: RunConfig, work: Workload, rows: int, limit: float) -> It
 
 
 def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[str, Any, Workload]]:
-    """(key, value, work with this and all earlier changes), cheapest first: time, precision, then what is learnt."""
-    if work.engine == "vllm" and work.vllm_bytes is not None:
-        work = replace(work, vllm_bytes=None)
-        yield "rollout.vllm.gpu_memory_utilization", None, work
+    """(key, value, work with this and all earlier changes): what costs time, precision, then what is learnt."""
     if wanted_rows(run, work) is not None:
         yield ROWS[run.rollout.rows is None], 1, work
     if run.rloo.memory != "low":
         work = replace(work, tokens_per_pass=1, whole_groups=False)
         yield "rloo.memory", "low", work
-    if work.checkpointing == "off" or (work.checkpointing == "on" and work.fused):
-        work = replace(work, checkpointing="offloaded" if work.fused else "on")
-        yield "model.gradient_checkpointing", "unsloth", work
-    if "8bit" not in work.optim and work.optim.startswith(("adamw", "paged")) and work.on_cuda:
-        work = replace(work, optim="adamw_8bit")
-        yield "rloo.optim", "adamw_8bit", work
-    if work.engine == "vllm" and not work.float8_cache:
-        work = replace(work, float8_cache=True)
-        yield "rollout.vllm.float8_kv_cache", True, work
     if not work.four_bit and work.lora_rank is not None:
         work = replace(work, four_bit=True)
         yield "model.load_in_4bit", True, work
 
-    def fits(steps: int, whole: Workload = work) -> bool:
+    def fits(steps: int) -> bool:
         """Whether a completion of so many STEPs fits, one row at a time."""
-        cut = replace(whole, completion_tokens=steps * STEP)
+        cut = replace(work, completion_tokens=steps * STEP)
         return max(rollout_gib(cut, 1), training_gib(cut)) <= limit
 
     tokens = largest(1, max(work.completion_tokens // STEP, 1), fits) * STEP
+    less = (run.rloo.thinking_budget or 0) - (work.completion_tokens - tokens)
     if tokens < work.completion_tokens:
-        ends_early = run.rloo.answer_budget is not None and not run.rloo.has_tools
-        thinking = run.rloo.thinking_budget if ends_early else None
-        less = 0 if thinking is None else thinking - (work.completion_tokens - tokens)
-        work = replace(work, completion_tokens=tokens)
-        yield ("rloo.thinking_budget", less, work) if less > 0 else ("rloo.max_completion_length", tokens, work)
+        is_budget = run.rloo.answer_budget is not None and not run.rloo.has_tools and less > 0
+        key, value = ("rloo.thinking_budget", less) if is_budget else ("rloo.max_completion_length", tokens)
+        yield key, value, replace(work, completion_tokens=tokens)
 
 
 def fitting_config(machine: Machine) -> str | None:

@@ -169,7 +169,6 @@ PUBLISHED = {
     "14b": ModelShape(5120, 17408, 40, 40, 8, 128, QWEN3_ROWS, False),
     "32b": ModelShape(5120, 25600, 64, 64, 8, 128, QWEN3_ROWS, False),
 }
-_DISTILL = "deepseek-r1-distill"
 NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 16, True),
     "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 16, True),
@@ -177,12 +176,6 @@ NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
     "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 32, False),
     "qwen3.5-27b": _qwen3_5(5120, 17408, 64, 24, 48, False),
     "smollm3-3b": ModelShape(2048, 11008, 36, 16, 4, 128, LLAMA3_ROWS, True, qk_norm=False, has_kernels=False),
-    f"{_DISTILL}-qwen-1.5b": ModelShape(1536, 8960, 28, 12, 2, 128, QWEN3_ROWS, False, qk_norm=False, qkv_bias=True),
-    f"{_DISTILL}-qwen-7b": ModelShape(3584, 18944, 28, 28, 4, 128, 152064, False, qk_norm=False, qkv_bias=True),
-    f"{_DISTILL}-qwen-14b": ModelShape(5120, 13824, 48, 40, 8, 128, 152064, False, qk_norm=False, qkv_bias=True),
-    f"{_DISTILL}-qwen-32b": ModelShape(5120, 27648, 64, 40, 8, 128, 152064, False, qk_norm=False, qkv_bias=True),
-    f"{_DISTILL}-llama-8b": ModelShape(4096, 14336, 32, 32, 8, 128, LLAMA3_ROWS, False, qk_norm=False),
-    "deepseek-r1-0528-qwen3-8b": PUBLISHED["8b"],
 }
 # Both embedded models, as in embedded.cold_start, which imports torch (a test compares).
 EMBEDDED = ModelShape(128, 256, 3, 4, 2, 32, 320, True, source="the embedded model")
@@ -226,7 +219,7 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
         return replace(NAMED[short], is_quantised=is_quantised, source="the published shapes")
     raise ConfigError(
         f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({_hub_cache()}), nor a "
-        "known shape (Qwen3, Qwen3.5, SmolLM3-3B, DeepSeek-R1-Distill), so its memory cannot be planned. Download its "
+        "known shape (Qwen3, Qwen3.5, SmolLM3-3B), so its memory cannot be planned. Download its "
         f"config.json first: hf download {name} config.json"
     )
 

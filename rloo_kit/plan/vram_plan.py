@@ -40,28 +40,19 @@ class VllmPlan:
     """vLLM in the trainer's process; computed, not measured.
 
     Attributes:
-        shared: Unsloth shares the weights with training; else vLLM has a second copy.
         gpu_memory_utilization: share of the GPU that vLLM may take while it samples, weights included (0 to 1).
-        max_num_seqs: completions at once.
-        pool_gib: KV cache. weights_gib: vLLM's weights, shared or not.
-        asleep_gib: what vLLM keeps on the GPU while the policy trains, apart from shared weights.
+        max_num_seqs: completions at once. pool_gib: KV cache.
         obstacle: why vLLM cannot be used, and the fix; None if it can.
     """
 
-    shared: bool
     gpu_memory_utilization: float
     max_num_seqs: int
     pool_gib: float
-    weights_gib: float
-    asleep_gib: float
     obstacle: str | None
 
     def __str__(self) -> str:
-        weights = "shared with training" if self.shared else "a second copy"
-        return (
-            f"vLLM: {self.max_num_seqs} completions at once in {self.gpu_memory_utilization:.2f} of the GPU: weights "
-            f"{self.weights_gib:.2f} GiB ({weights}), KV cache {self.pool_gib:.2f}; asleep {self.asleep_gib:.2f}"
-        )
+        share = f"in {self.gpu_memory_utilization:.2f} of the GPU, KV cache {self.pool_gib:.2f} GiB"
+        return f"vLLM: {self.max_num_seqs} completions at once {share}"
 
 
 @dataclass(frozen=True)
@@ -94,22 +85,13 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Margin:
-    """GiB that the peaks do not count, and the reason."""
-
-    gib: float
-    reason: str
-
-
-@dataclass(frozen=True)
 class VramPlan:
     """Memory of a run with all completions at their full length; computed, not measured.
 
     Attributes:
-        vllm: how it divides the GPU with training, if it samples. step: the time of a step and of the run, on a GPU
-            with known speed. parts: memory by part. rollout_gib, training_gib: the two peaks, sums of the parts.
+        vllm: if it samples. step: on a GPU with known speed. parts: memory by part; they add up to the two peaks.
         rows: completions of a rollout at once, of `completions` in all. tokens_per_pass: tokens of a training pass.
-        margins: what the peaks do not count. no_gpu: why fitting is not enough on a machine without a GPU.
+        margin_gib: by how much the peaks may be too small. no_gpu: why fitting is not enough without a GPU.
         binds: the larger peak, "rollout" or "training". fits: whether both leave the reserve free, and vLLM can sample
             if `rollout.engine` is vllm.
         verdict: "fits", "tight" if less than the margin is left, or "does not fit".
@@ -128,7 +110,7 @@ class VramPlan:
     rows: int
     completions: int
     tokens_per_pass: int
-    margins: tuple[Margin, ...]
+    margin_gib: float
     no_gpu: Problem | None
     changes: tuple[Remedy, ...]
 
@@ -151,11 +133,6 @@ class VramPlan:
         return self.headroom_gib >= 0 and (self.vllm is None or self.vllm.obstacle is None)
 
     @property
-    def margin_gib(self) -> float:
-        """By how much the peaks may be too small."""
-        return sum(margin.gib for margin in self.margins)
-
-    @property
     def verdict(self) -> str:
         if not self.fits:
             return "does not fit"
@@ -163,7 +140,7 @@ class VramPlan:
 
     @property
     def sentence(self) -> str:
-        """The verdict of a run that fits, with the headroom and the margin."""
+        """The verdict of a run that fits, with the headroom and the margin (docs/plan.md)."""
         covers = "less than" if self.verdict == "tight" else "which covers"
         left = f"{self.headroom_gib:.2f} GiB to spare of {self.machine.room}, {covers} the margin"
         return f"{self.verdict.capitalize()}: {left} of {self.margin_gib:.2f}; {self.binds} binds."
@@ -178,8 +155,7 @@ class VramPlan:
             "no_gpu": self.no_gpu and self.no_gpu.text,
             "engine": asdict(self.engine),
             "vllm": self.vllm and _values(self.vllm, *asdict(self.vllm)),
-            "step": self.step and self.step.to_dict(),
-            "margins": [_values(margin, "gib", "reason") for margin in self.margins],
+            "step": self.step and _values(self.step, "gpu", "step_s", "evaluation_s", "hours"),
             "parts": {part.name: _values(part, *peaks) for part in self.parts},
             "changes": [_values(change, "override", *peaks, "fits") for change in self.changes],
         }  # fmt: skip
@@ -195,32 +171,29 @@ class VramPlan:
             table.add_row(part.name, _written(part.rollout_gib), _written(part.training_gib), Text(part.detail))
         lines = [render_text(table), *map(fill_text, self._say())]
         lines += [f"  {change}" for change in self.changes]
-        if self.changes and not self.changes[-1].fits:
-            lines.append("  these are not enough: also take a smaller model or a larger GPU")
+        if self.headroom_gib < 0 and not any(change.fits for change in self.changes):
+            lines.append("  not enough: docs/plan.md#out-of-memory has more; else a smaller model or a larger GPU")
         return "\n".join(lines)
 
     def _say(self) -> Iterator[str]:
         """The verdict, engine, rows, speed, and the heading of the changes."""
-        cannot_run = self.vllm is not None and self.vllm.obstacle is not None and self.headroom_gib >= 0
-        if self.vllm is not None and cannot_run:
-            yield f"Cannot run: rollout.engine is vllm, but {self.vllm.obstacle}."
-        elif self.no_gpu is not None:
+        obstacle = None if self.vllm is None else self.vllm.obstacle
+        if self.no_gpu is not None:
             yield f"{self.no_gpu.text}."
-        if self.fits:
-            sentence = self.sentence
-            if self.no_gpu is not None:  # a bare "Fits" would read like a go-ahead
-                sentence = f"Memory alone: {sentence[0].lower()}{sentence[1:].replace(': ', ', ', 1)}"
-            yield sentence
-            yield from (f"  margin {one.gib:.2f}: {one.reason}" for one in self.margins)
-        elif not cannot_run:
+        if self.headroom_gib < 0:
             yield f"Does not fit: {-self.headroom_gib:.2f} GiB too much for {self.machine.room}; {self.binds} binds."
+        elif obstacle is not None:
+            yield f"Cannot run: rollout.engine is vllm, but {obstacle}."
+        else:
+            # Without a GPU a bare "Fits" would read like a go-ahead.
+            yield self.sentence if self.no_gpu is None else f"Memory alone: {self.sentence}"
         yield f"Rollouts: {self.engine.name} ({self.engine.reason})."
         if self.engine.name == "server":
             yield f"Rows of a rollout: {self.completions}, with the KV cache on the server; not planned."
         else:
             yield f"Rows of a rollout: {self.rows} of {self.completions} at once."
-        yield from (f"{one}." for one in (self.vllm, self.step) if one is not None)
-        if not self.fits and not cannot_run:
+        yield from (f"{line}." for line in (self.vllm, self.step) if line is not None)
+        if self.headroom_gib < 0:
             yield "Changes, cheapest first, each on top of those before it:"
 
     __repr__ = __str__

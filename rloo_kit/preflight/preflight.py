@@ -24,12 +24,11 @@ from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.training import check_sampling
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import list_evaluations, step_completions
-from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, time_tokens, try_tools
+from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe
 from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
-from rloo_kit.tools.toolbox import open_toolbox
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
@@ -66,11 +65,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
 
     with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
-        toolbox, tools_fail = open_toolbox(run), any(fault.name == "tools" for fault in faults)
-        if toolbox is not None and toolbox.schemas and len(data.train) and not tools_fail:
-            tell(f"a call of each of {len(toolbox.schemas)} tools")
-            faults += try_tools(toolbox, data.train[0], measures)
-        known = len(faults)
+        tools_fail, known = any(fault.name == "tools" for fault in faults), len(faults)
         with catching("data", faults):
             run.check_prompts(len(data.train))
         with catching("rollout", faults):
@@ -87,7 +82,6 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
                 faults.append(Problem("memory", str(error), level="warning"))
             if probe is not None and gradient_s is not None:
-                probe = time_tokens(hidden, policy, data, reward_funcs, probe, tell)
                 _estimate(run, data, probe, gradient_s, measures)
     return Preflight(run.run.name or "", tuple(faults), measures, time.monotonic() - started)
 
@@ -117,15 +111,14 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
 
 def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measures: Measures) -> None:
     """Seconds of a step, and hours of the run, for completions as long as the probe's; `gradient_s`: of a token."""
-    batch, each, size, forward_s = probe.batch, step_completions(run), run.rloo.generation_batch_size, gradient_s / 3
-    sampled_s = probe.seconds(size, probe.rows, run.rloo.num_generations, forward_s)
-    rollout_s = sampled_s * each / (size * run.rloo.num_iterations)
+    batch, each = probe.batch, step_completions(run)
+    completion_s = (probe.sample_s + probe.judge_s) / len(batch)
     tokens = (sum(batch.lengths) + sum(map(len, batch.prompts))) / len(batch)
     share = 1.0 if run.rloo.beta else (measures.signal or 0) / (measures.prompts or 1)  # groups without are left out
-    measures.step_s = rollout_s + share * each * tokens * gradient_s
+    measures.step_s = each * (completion_s / run.rloo.num_iterations + share * tokens * gradient_s)
     epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
     measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
     measures.device = "GPU" if torch.cuda.is_available() else "CPU"
     evaluations = list_evaluations(run, run.rloo.max_completion_length, len(data.test), measures.steps)
-    times = (probe.seconds(count, run.eval.batch_size, siblings, forward_s) for count, siblings, _ in evaluations)
-    measures.hours = (measures.steps * measures.step_s + sum(times)) / 3600
+    evaluated = sum(count for count, _ in evaluations)
+    measures.hours = (measures.steps * measures.step_s + evaluated * completion_s) / 3600

@@ -35,7 +35,6 @@ Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
 MOVED_LEAST, MOVED_MOST = 0.05, 0.5
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
-SAMPLED = 2**20  # values per tensor, to find the rate at which it would move
 SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
 
 
@@ -44,7 +43,7 @@ class FirstSteps(TrainerCallback):
 
     Attributes:
         grad_norm: of the first step, before clipping; None until there is one. moved: share of the weights with a
-            gradient that changed in the first step that changed any. needed: a learning rate that would change half.
+            gradient that changed in the first step that changed any.
         step_s: seconds of the last step.
     """
 
@@ -53,7 +52,7 @@ class FirstSteps(TrainerCallback):
         self._has_gradient: dict[str, torch.Tensor] = {}
         self._began = 0.0
         self.grad_norm: float | None = None
-        self.moved, self.needed, self.step_s = 0.0, 0.0, 0.0
+        self.moved, self.step_s = 0.0, 0.0
         self.dtype: torch.dtype | None = None
 
     def on_step_begin(self, *_arguments: Any, **_more: Any) -> None:
@@ -80,17 +79,14 @@ class FirstSteps(TrainerCallback):
             self.grad_norm = float(logs["grad_norm"])
 
     def _look(self, now: dict[str, Any]) -> None:
-        """The share of weights with a gradient that changed, and the learning rate that would change half of them."""
-        moved, count, sizes = 0, 0, []
+        """The share of weights with a gradient that changed."""
+        moved, count = 0, 0
         for name, has_gradient in self._has_gradient.items():
             before = self._before[name]
             moved += int(((now[name].detach().cpu() != before) & has_gradient).sum())
             count += int(has_gradient.sum())
-            sizes.append(before[has_gradient].abs()[:SAMPLED].float())
             self.dtype = before.dtype
         self.moved = moved / count if count else 0.0
-        if count and self.dtype is not None:  # half the spacing: Adam's first step changes each by the learning rate
-            self.needed = torch.cat(sizes).median().item() * torch.finfo(self.dtype).eps / 2
 
 
 def try_steps(
@@ -161,12 +157,9 @@ def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Problem]:
         name = str(looked.dtype).removeprefix("torch.")
         found = f"rloo.learning_rate={rate:g} changes {looked.moved:.1%} of the weights; it is below the {name} "
         found += "spacing of the others"
-        fixes = [] if looked.dtype == torch.float32 else ["set model.dtype=float32"]
-        if "adam" in run.rloo.optim:
-            exponent = math.floor(math.log10(looked.needed)) if looked.needed > 0 else 0
-            digit = math.ceil(round(looked.needed / 10**exponent, 6))  # rounded up to one digit
-            fixes.append(f"rloo.learning_rate={digit * 10.0**exponent:.0e}")
-        fix, level = " or ".join(fixes), "error" if looked.moved < MOVED_LEAST else "warning"
+        fix = "raise rloo.learning_rate"
+        fix += "" if looked.dtype == torch.float32 else ", or set model.dtype=float32"
+        level = "error" if looked.moved < MOVED_LEAST else "warning"
     return [Problem("gradient", found, fix, level=level)]
 
 

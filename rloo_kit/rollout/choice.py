@@ -7,7 +7,6 @@ and returns the model's own ids.
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
@@ -26,13 +25,6 @@ USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a lim
 ALIBI = ("bloom", "mpt")
 MASKED_ATTENTION = ("sdpa", "eager", "rloo_packed")  # these take the native loop's 4-D mask
 
-_measured: "WeakKeyDictionary[Any, tuple[str, str]]" = WeakKeyDictionary()  # by model: the faster engine, and the times
-
-
-def prefer_engine(model: Any, name: str, reason: str) -> None:
-    """Let `rollout.engine: auto` take this engine for `model`, because it was measured to be the faster one."""
-    _measured[model] = name, reason
-
 
 def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     """The engine's name and the reason for it, for `rollout.engine` = `wanted`.
@@ -48,8 +40,6 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
             return "vllm", "the model was loaded with it"
         why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         obstacle = _native_obstacle(model, backend)
-        if not obstacle and model in _measured:
-            return _measured[model]
         name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
         return name, f"{reason}{why_not}"
     if wanted == "native" and (why := _native_obstacle(model, backend)):

@@ -11,9 +11,6 @@ from rloo_kit.gradient.packing import without_cudnn
 from rloo_kit.rollout.types import WHOLE, CompletionState, Filters, Limits, Rollout
 
 Progress = Callable[[int, int], None]  # called with the number of completions done so far and in total
-# Called with a prompt's index and the ids of its completion so far, forced ones included, each time it grows. The list
-# belongs to the engine: read it, do not keep it. After the engine ran out of memory it may have fewer ids.
-OnTokens = Callable[[int, list[int]], None]
 
 
 class Dialogue(Protocol):
@@ -58,7 +55,6 @@ class Call:
     order: list[int]
     expected_lengths: Sequence[float] | None
     on_progress: Progress | None
-    on_tokens: OnTokens | None
     dialogue: Dialogue | None = None
     away: "dict[Future[Any], CompletionState]" = field(default_factory=dict)  # those that wait for a reply
 
@@ -118,7 +114,6 @@ class Engine:
         limits: Limits,
         expected_lengths: Sequence[float] | None = None,
         on_progress: Progress | None = None,
-        on_tokens: OnTokens | None = None,
         dialogue: Dialogue | None = None,
     ) -> Rollout:
         """One completion for each prompt; neighbours with equal prompts are a group.
@@ -127,7 +122,7 @@ class Engine:
             prompt_ids: token ids, at least one each.
             limits: on the completions' lengths, see `make_limits`.
             expected_lengths: one number per prompt; if not all rows fit at once, the longest start first.
-            on_progress, on_tokens: see `Progress` and `OnTokens`; called in this thread.
+            on_progress: see `Progress`; called in this thread.
             dialogue: answers turns, for completions of several; None: a completion is one turn.
 
         The model is put into evaluation mode and restored afterwards. Random numbers are torch's global ones.
@@ -140,7 +135,7 @@ class Engine:
         order = [number for number, state in enumerate(states) if not state.finished]
         if expected_lengths is not None:
             order.sort(key=lambda number: -expected_lengths[number])  # stable: siblings stay neighbours
-        self._finish(Call(limits, states, order, expected_lengths, on_progress, on_tokens, dialogue))
+        self._finish(Call(limits, states, order, expected_lengths, on_progress, dialogue))
         logps = None if self.sampling.temperature == 0 else [state.logps for state in states]
         ids, forced = [state.ids for state in states], [state.forced for state in states]
         return Rollout(ids, forced, logps, [state.context for state in states])

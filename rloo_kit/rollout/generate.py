@@ -18,7 +18,7 @@ import torch
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.backends import is_coarse
-from rloo_kit.rollout.engine import Call, Engine, OnTokens, Sampling
+from rloo_kit.rollout.engine import Call, Engine, Sampling
 from rloo_kit.rollout.types import CompletionState
 from rloo_kit.system.memory import is_out_of_memory
 
@@ -85,9 +85,9 @@ class GenerateEngine(Engine):
         states = [deepcopy(call.states[row]) for row in batch]
         prompts = [state.prompt + state.ids for state in states]
         padded = self._pad(prompts)
-        rows, width = padded["input_ids"].shape
+        width = padded["input_ids"].size(1)
         filled = [ids[:1] * (width - len(ids)) + ids for ids in prompts]  # with a row's own tokens, for the filters
-        steering = _Steering(self.sampling, states, padded["input_ids"].new_tensor(filled), call.on_tokens)
+        steering = _Steering(self.sampling, states, padded["input_ids"].new_tensor(filled))
         try:
             output = self._model.generate(
                 **padded,
@@ -96,7 +96,6 @@ class GenerateEngine(Engine):
                 pad_token_id=self._pad_id,
                 use_cache=True,
                 logits_processor=[steering],
-                **self._cache_options(rows, width),
                 **self._options,
             )
         except RuntimeError as error:
@@ -152,10 +151,6 @@ class GenerateEngine(Engine):
         rows = {"input_ids": padded, "attention_mask": mask}
         return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 
-    def _cache_options(self, rows: int, width: int) -> dict[str, Any]:
-        """Arguments of `generate` for the cache of (B, P) prompts; `measure` passes a full one."""
-        return {}
-
 
 def next_batch(order: list[int], lengths: list[int], rows: int, pads: bool = True) -> list[int]:
     """The rows to sample next: of one prompt length, if that does not increase the number of batches, or if not `pads`.
@@ -183,17 +178,14 @@ class _Steering:
     thinking.
 
     With a budget, each token goes to its row's `CompletionState` as soon as it is drawn, and the state gives the id
-    that is forced next; a finished row gets the end token. `on_tokens` is called one token late. With neither, all
-    tokens go to the states at the end.
+    that is forced next; a finished row gets the end token. Without one, all tokens go to the states at the end.
 
     Shapes: (B, P + C so far) ids, (B, V) scores. `prompts`: (B, P), what the filters read in place of the padded ones.
     """
 
-    def __init__(
-        self, sampling: Sampling, states: list[CompletionState], prompts: torch.Tensor, on_tokens: OnTokens | None
-    ) -> None:
+    def __init__(self, sampling: Sampling, states: list[CompletionState], prompts: torch.Tensor) -> None:
         self.temperature, self.end_id = sampling.temperature, sampling.end_ids[0]
-        self.states, self.prompts, self.on_tokens = states, prompts, on_tokens
+        self.states, self.prompts = states, prompts
         self.cut = sampling.filters.make_cut()
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
@@ -237,15 +229,12 @@ class _Steering:
                 "set rollout.engine=native, or install the transformers of the kit's constraints.txt"
             )
         self.noted.append(self.before.gather(1, input_ids[:, -1:]).squeeze(1))
-        if not self.has_budget and self.on_tokens is None and not is_last:
+        if not self.has_budget and not is_last:
             return
         ids = input_ids[:, self.first :].tolist()
         logps = torch.stack(self.noted, dim=1).tolist()
         for state, row, scores in zip(self.states, ids, logps, strict=True):
-            before = len(state.ids)
             for token, logp in zip(row, scores, strict=True):
                 if not state.finished:
                     state.take(token, logp)
-            if self.on_tokens is not None and len(state.ids) > before:
-                self.on_tokens(state.number, state.ids)
         self.first, self.noted = input_ids.size(1), []

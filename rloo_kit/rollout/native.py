@@ -101,9 +101,6 @@ class NativeEngine(Engine):
                     live, entering = live + entering, []
                 self._step(steps, live, uniform)
                 self.token_steps += 1
-                if call.on_tokens is not None:
-                    for row in live:
-                        call.on_tokens(row.number, row.ids)
                 if any(row.finished for row in live):
                     for row in live:
                         call.send_away(row)

@@ -68,7 +68,7 @@ class VllmEngine(Engine):
                     state.take(state.next_forced, math.nan)
                 if not state.finished:
                     name, prompt = f"rloo-{next(_requests)}", {"prompt_token_ids": state.prompt + state.ids}
-                    parameters = self._parameters(state, seeds[state.number], streams=call.on_tokens is not None)
+                    parameters = self._parameters(state, seeds[state.number])
                     asked[name] = state
                     with hold_signals():
                         engine.add_request(name, prompt, parameters, lora_request=adapter)
@@ -83,10 +83,6 @@ class VllmEngine(Engine):
                         continue
                     with hold_signals():  # an interrupted step leaves the engine unusable
                         outputs = engine.step()
-                    if call.on_tokens is not None:  # the tokens so far, after those that the states already have
-                        for output in outputs:
-                            state = asked[output.request_id]
-                            call.on_tokens(state.number, state.ids + list(output.outputs[0].token_ids))
                     done = [(asked.pop(output.request_id), output.outputs[0]) for output in outputs if output.finished]
                     for state, completion in done:
                         _take(state, completion)
@@ -99,8 +95,8 @@ class VllmEngine(Engine):
                     with hold_signals():
                         engine.abort_request(list(asked))
 
-    def _parameters(self, state: CompletionState, seed: int, streams: bool) -> Any:
-        """The SamplingParams of a request; `streams`: it reports every step, not only the last one."""
+    def _parameters(self, state: CompletionState, seed: int) -> Any:
+        """The SamplingParams of a request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -114,7 +110,7 @@ class VllmEngine(Engine):
             ignore_eos=True,  # only a request's own stop ids end it, not those in the checkpoint's files
             logprobs=0,  # of the sampled token only
             detokenize=False,
-            output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
 
@@ -155,7 +151,7 @@ class ServerSettings:
 
 class ServerEngine(Engine):
     """See `choice.build_engine` for the arguments. All processes of a run call `sample` at once; torch's random numbers
-    seed the requests. `on_tokens` gets whole completions once all are done: the server's answers are not streamed.
+    seed the requests.
 
     `sample` raises `RolloutServerError` where the server is down, was restarted, refuses the adapter or cannot hold the
     completions.
@@ -278,9 +274,6 @@ class ServerEngine(Engine):
                     call.report(done)
             finally:
                 pool.shutdown(cancel_futures=True)
-        if call.on_tokens is not None:
-            for number in sorted(call.order):
-                call.on_tokens(number, call.states[number].ids)
 
     def _sample_one(self, state: CompletionState, seed: int, call: Call) -> None:
         """Finish one completion; the answer after closed thinking is a second request, and each turn has its own."""

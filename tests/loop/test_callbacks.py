@@ -199,7 +199,7 @@ def test_what_a_completion_repeats():
 
 
 def watch_of(machine: Machine, rows: int = 8) -> MemoryWatch:
-    load = replace(read_workload(load_config(THINKING), machine), factors=(1.0, 1.0), tokens_per_pass=1)
+    load = replace(read_workload(load_config(THINKING), machine), tokens_per_pass=1)
     return MemoryWatch(load, machine, rows)
 
 
@@ -249,7 +249,7 @@ def test_a_run_on_the_cpu_is_measured_by_what_it_added(monkeypatch, tmp_path, ca
     watch(sampled(100, 200))
     watch.report(folder_of(tmp_path))
     found = json.loads((tmp_path / "memory.json").read_text())
-    there = parts.context_bytes(watch.load) + parts.body_bytes(watch.load) + parts.table_bytes(watch.load)
+    there = parts.CONTEXT_GIB * GIB + parts.body_bytes(watch.load) + parts.table_bytes(watch.load)
     there += parts.FLOAT * parts.trained_weights(watch.load)
     assert found["measured_gib"] == pytest.approx(there / GIB + 0.5, abs=0.1) and ballast is not None
     assert "measured peak" in " ".join(capsys.readouterr().out.split())

@@ -311,7 +311,7 @@ def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv(unsloth.MERGED_VARIABLE, "")  # put back afterwards
     monkeypatch.delenv(unsloth.MERGED_VARIABLE)
     run = make_run("rollout.engine=vllm", "model.lora.r=12", "rollout.vllm.enforce_eager=true")
-    plan = VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
+    plan = VllmPlan(0.8, 32, 4.0, None)
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
         unsloth._vllm_arguments(run, plan)
     monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)

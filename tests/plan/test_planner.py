@@ -52,7 +52,7 @@ def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
     after = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
     kept = 3 * 2560 * 9728 * (2 - 0.516) / 2**30
     assert after.training_gib - before.training_gib == pytest.approx(kept, rel=0.01)
-    assert [any("keeps in 16 bit" in one.reason for one in plan.margins) for plan in (before, after)] == [True, False]
+    assert before.margin_gib > 0.1 * before.peak_gib > after.margin_gib, "which layers is known now"
 
 
 def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> None:
@@ -101,24 +101,21 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
 def test_a_run_that_does_not_fit_says_what_to_change() -> None:
     """The order is that of the cost: time first, then precision, then what can be learnt. Each change is one that the
     configuration takes, and all of them together fit."""
-    words = ["rloo.beta=0.05", "rollout.rows=16", "model.gradient_checkpointing=false", "model.load_in_4bit=false"]
-    words += ["rloo.optim=adamw_torch", "model.name=Qwen/Qwen3-4B", "rloo.thinking_budget=null"]
-    words += ["rloo.answer_budget=null"]
+    words = ["rloo.beta=0.05", "rollout.rows=16", "model.load_in_4bit=false", "model.name=Qwen/Qwen3-4B"]
+    words += ["rloo.thinking_budget=null", "rloo.answer_budget=null"]
     file = CONFIGS / "qwen3_4b_thinking.yaml"
-    plan = plan_vram(load_config(file, *words), 6)
-    assert not plan.fits and plan.binds == "training" and plan.headroom_gib < 0
+    plan = plan_vram(load_config(file, *words), 5)
+    assert not plan.fits and plan.headroom_gib < 0
     keys = [change.key for change in plan.changes]
-    assert keys == [
-        "rollout.rows", "rloo.memory", "model.gradient_checkpointing", "rloo.optim", "model.load_in_4bit",
-        "rloo.max_completion_length",
-    ]  # fmt: skip
-    assert [change.fits for change in plan.changes] == [False] * 5 + [True]
-    changed = plan_vram(load_config(file, *words, *(change.override for change in plan.changes)), 6)
+    assert keys == ["rollout.rows", "rloo.memory", "model.load_in_4bit", "rloo.max_completion_length"]
+    assert [change.fits for change in plan.changes] == [False] * 3 + [True]
+    changed = plan_vram(load_config(file, *words, *(change.override for change in plan.changes)), 5)
     assert changed.fits and not changed.changes
     assert changed.peak_gib == pytest.approx(max(plan.changes[-1].rollout_gib, plan.changes[-1].training_gib))
     # lowering max_completion_length below the budgets is refused by the configuration
     plan = plan_vram(load_config(THINKING, "rloo.thinking_budget=3500", "rloo.answer_budget=500", "rloo.memory=low"), 5)
     assert [change.key for change in plan.changes] == ["rloo.thinking_budget"] and plan.changes[0].fits
+    assert "docs/plan.md#out-of-memory" in str(plan_vram(load_config(THINKING), 2)), "nothing is enough"
 
 
 def test_the_whole_memory_of_the_gpu_counts(run_fresh: Any, repository: Path) -> None:

@@ -12,7 +12,6 @@ from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
 from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, ModelShape, find_shape, shape_of_config
-from rloo_kit.plan.speed import GPUS, token_step_bytes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SIZES = {
@@ -87,8 +86,6 @@ def test_the_cache_is_that_of_a_forward_pass(kind: str, half: bool) -> None:
     assert (parts.state_bytes(work) > 0) == (kind == "qwen3_5") == (work.shape.num_attention == 1)
     assert parts.row_bytes(work) == parts.cache_bytes(work, 1)
     assert parts.least_pool_bytes(work) == 128 * parts.cache_bytes_per_token(work) + parts.state_bytes(work)
-    a_row = token_step_bytes(work, 3, GPUS[0]) - token_step_bytes(work, 2, GPUS[0])
-    assert a_row - 2 * parts.state_bytes(work) == pytest.approx((0.4 * 64 + 32) * parts.cache_bytes_per_token(work))
 
 
 def weigh_in_4_bit(model: Any, folder: Any, kept: list[str]) -> tuple[dict[str, Any], int]:
@@ -201,10 +198,6 @@ def test_what_a_layer_saves_is_not_above_the_plan(kind: int, key_heads: int, dim
         ("Qwen/Qwen3.5-4B-Base", 4_205_751_296),
         ("Qwen/Qwen3.5-27B", 26_895_998_464),
         ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1_777_088_000),
-        ("unsloth/DeepSeek-R1-Distill-Qwen-7B-unsloth-bnb-4bit", 7_615_616_512),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8_030_261_248),
-        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8_190_735_360),
     ],
 )
 def test_known_names_have_the_published_number_of_weights(name: str, weights: int) -> None:

@@ -16,22 +16,16 @@ import torch
 import rloo_kit as kit
 from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures, RewardFound
-from rloo_kit.gradient.scorer import PolicyScorer
 from rloo_kit.loop.step import RLOOStep
-from rloo_kit.preflight import probe
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
 from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
-from rloo_kit.rollout.choice import resolve_engine
-from rloo_kit.rollout.generate import GenerateEngine, _Steering
 from rloo_kit.rollout.native import NativeEngine
 from tests.models.zoo import save_model
 from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "arithmetic_thinking.yaml"
-# A batch; models that the embedded one cannot stand in for (tests/real_model); a model that knows nothing before SFT.
-LEFT_OUT = ("batch", "smollm2", "sft", "tools")
 
 
 @pytest.fixture(autouse=True)
@@ -61,49 +55,11 @@ def made_to_think(data: Any) -> None:
     data.train = data.train.map(lambda row: {"prompt": row["prompt"] + row["question"].partition("+")[0][-1]})
 
 
-def stand_in(file: Path) -> list[str]:
-    """Overrides under which the embedded model stands in for a config's: the model, its data, and lengths and learning
-    rates of its size. Rewards, groups, batches, budgets and everything else stay the config's."""
-    run = kit.load_config(file)
-    if run.model.is_embedded:
-        return []
-    name, source = f"embedded/{'instruct' if run.model.family == 'instruct' else 'thinking'}", "embedded/addition"
-    columns = ["data.prompt_column=prompt", "data.answer_column=answer", "data.answer_after=null", "data.subset=null"]
-    if run.data.sources:  # of reasoning-gym, whose rewards need its rows
-        name, source = "embedded/thinking@chain_sum", "reasoning_gym/chain_sum"
-        columns = ["data.sources=null", "data.options={max_terms: 2, min_digits: 3, max_digits: 3}"]
-    words = [
-        f"model.name={name}", "model.family=auto", "model.enable_thinking=null", "model.load_in_4bit=false",
-        "model.max_seq_length=192", f"data.source={source}", *columns, "data.system_prompt=null",
-        "data.max_prompt_length=128", "rloo.optim=adamw_torch_fused", "rloo.max_completion_length=64",
-        "rloo.max_steps=100", "rollout.rows=null", *(f"rewards.{i}.params={{}}" for i in range(len(run.rewards))),
-    ]  # fmt: skip
-    if run.rloo.thinking_budget is not None:  # the sentence has 24 tokens of Qwen3, and four times as many single bytes
-        words += ["rloo.thinking_budget=24", "rloo.answer_budget=16", "rloo.thinking_close=tag"]
-    return words
-
-
-def shipped() -> list[Any]:
-    """The shipped configs, one of each set that is the same run with the model that stands in."""
-    found: dict[str, Any] = {}
-    for file in sorted((ROOT / "configs").glob("*.yaml")):
-        if not file.name.startswith(LEFT_OUT):
-            run = kit.load_config(file, *stand_in(file))
-            run.run.name = "same"
-            is_long = file.stem == "evening_cpu" or "reasoning_gym" in file.stem
-            marks = [] if file.stem in ("arithmetic_thinking", "qwen3_0_6b") else [pytest.mark.slow]
-            marks += [pytest.mark.long] * is_long
-            found.setdefault(run.to_yaml(), pytest.param(file, marks=marks, id=file.stem))
-    return list(found.values())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("file", shipped())
-def test_every_shipped_config_goes(prepare, file):
+@pytest.mark.parametrize("name", ["arithmetic_thinking", "arithmetic_instruct"])
+def test_a_shipped_config_goes(prepare, name):
     """A preflight that refuses what works is switched off by the second user."""
-    if "reasoning_gym/" in file.read_text(encoding="utf-8"):
-        pytest.importorskip("reasoning_gym", reason="make reasoning-gym has not been run")
-    found = kit.check_preflight(*prepare(file, *stand_in(file), small=False))
+    found = kit.check_preflight(*prepare(ROOT / "configs" / f"{name}.yaml", small=False))
     assert found.go and str(found).endswith("\nGO"), found
     measures = found.measures
     assert measures.prompts * measures.generations >= 32 and measures.signal > 0
@@ -111,89 +67,6 @@ def test_every_shipped_config_goes(prepare, file):
     assert measures.logp_gap < 1e-4 and measures.moved > 0.9 and measures.grad_norm > 0
     assert measures.step_s > 0 and measures.hours * 3600 > measures.steps * measures.step_s
     assert max(map(len, str(found).splitlines())) <= 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["native", "generate"])
-def test_the_hours_are_those_of_a_run(prepare, monkeypatch, engine):
-    """Prefill and capture, the time of a hundred tokens, were spread over 16: a step was planned ten times too long.
-    A clock that only the model moves: 1 s for a token step and 0.1 s for each of its rows, in the preflight 50 s before
-    the first one and 1000 s in the first optimizer step."""
-    words = [f"rollout.engine={engine}", "rloo.max_steps=6", "eval.batch_size=20"]
-    run, policy, data, rewards = prepare(DEMO, *words)
-    clock = SimpleNamespace(now=0.0, prefill=50.0, first=1000.0)
-    monkeypatch.setattr("time.monotonic", lambda: clock.now)
-
-    def slow(owner: Any, name: str, seconds: Any) -> None:
-        def call(*arguments: Any, **more: Any) -> Any:
-            clock.now += seconds(*arguments)
-            return plain(*arguments, **more)
-
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, call)
-
-    def gradient_s(_step: Any, _model: Any, batch: Any, rows: list[int], *_: Any) -> float:
-        first, clock.first = clock.first, 0.0
-        return first + 0.02 * sum(
-            len(batch.prompts[row]) + len(batch.completions[row]) for row in batch.with_signal(rows)
-        )
-
-    slow(NativeEngine, "_fill", lambda *_: clock.prefill)
-    slow(NativeEngine, "_step", lambda _engine, _steps, live, _uniform: 1 + 0.1 * len(live))
-    slow(GenerateEngine, "_generate", lambda *_: clock.prefill)
-    slow(_Steering, "__call__", lambda _steering, ids, _scores: 1 + 0.1 * len(ids))
-    slow(RLOOStep, "loss", gradient_s)
-    measures = kit.check_preflight(run, policy, data, rewards).measures
-    clock.prefill = clock.first = 0.0
-    evaluated_s = kit.evaluate(run, policy, data.test).seconds
-    trained = [row["seconds"] for row in kit.train(run, policy, data, rewards).metrics]
-    step_s = (trained[-1] - trained[0]) / 5
-    assert 0.6 < measures.step_s / step_s < 1.6, (measures, step_s)
-    assert 0.6 < measures.hours * 3600 / (6 * step_s + 2 * evaluated_s) < 1.6, (measures, step_s, evaluated_s)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("faster", ["native", "generate"])
-def test_the_faster_engine_is_taken(prepare, monkeypatch, capsys, faster):
-    """On a GPU it depends on the kernels for its generation, the bits and the rows which engine is faster: both are
-    timed, and the run then samples with the faster one and says why. An engine that the file names is left alone."""
-    timed = []
-
-    def time_step(engine: Any, batch: Any, rows: int, run: Any) -> float:
-        timed.append((engine.name, rows))
-        return (0.004 if engine.name == faster else 0.009) * rows
-
-    monkeypatch.setattr(probe, "on_gpu", lambda policy: True)
-    monkeypatch.setattr(probe, "time_step", time_step)
-    run, policy, data, rewards = prepare(DEMO, "rloo.max_steps=1", "rollout.rows=16")
-    found = kit.check_preflight(run, policy, data, rewards)
-    assert timed == [(name, rows) for name in ("native", "generate") for rows in (1, 16)]
-    name, reason = resolve_engine("auto", policy.backend, policy.model)
-    times = {"native": "64.0 ms by native and 144.0 ms by generate", "generate": "144.0 ms by native and 64.0 ms by"}
-    assert name == faster and times[faster] in reason and "16 rows" in reason
-    kit.train(run, policy, data, rewards)
-    assert f"rollout: {faster}, {reason}" in capsys.readouterr().out
-    if faster == "native":  # tokens of a group of the run, and what the step then takes
-        assert 0 < found.measures.step_s < 64 * 64 * 0.009
-        run.rollout.engine = "generate"
-        kit.check_preflight(run, policy, data, rewards)
-        assert {name for name, _ in timed[4:]} == {"generate"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [RuntimeError("generate is broken"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_an_engine_that_cannot_be_timed_is_left_out(prepare, monkeypatch, error):
-    """The run samples with the other one; the whole preflight was lost to a traceback."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(probe, "on_gpu", lambda policy: True)
-    run, policy, data, rewards = prepare(DEMO, "rloo.max_steps=1", "rollout.rows=16")
-    monkeypatch.setattr(GenerateEngine, "_finish", fail)
-    found = kit.check_preflight(run, policy, data, rewards)
-    assert found.go and found.measures.step_s > 0
-    assert resolve_engine("auto", policy.backend, policy.model)[0] == "native"
 
 
 def test_hours_read_like_hours():
@@ -289,34 +162,15 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     assert any("teaches nothing" in one.text for one in found.warnings) == (name == "a reward that always pays")
 
 
-# Share of right answers, by reward (weight, mean, groups in which it differs), and what the warning says, or None.
-ONLY_FORM: dict[str, tuple[float | None, dict[str, tuple[float, float, int]], str | None]] = {
-    "a format": (
-        0.0, {"answer_reward": (1, 0, 0), "think_format_reward": (0.2, 0.4, 3)}, "and think_format_reward alone"),
-    "two": (
-        0.0, {"answer_reward": (1, 0, 0), "length_reward": (1, 1, 2), "thinking_reward": (1, 0, 1)},
-        "length_reward and thinking_reward alone"),
-    "one's own": (0.0, {"score": (1, 0.05, 4), "answer_reward": (0, 0, 0)}, "score alone .* unless score grades"),
-    "its own answers": (None, {"score": (1, 0, 0), "missing_eos_penalty": (1, -0.5, 4)}, "missing_eos_penalty alone"),
-    "some are right": (0.1, {"answer_reward": (1, 0.1, 0), "think_format_reward": (0.2, 0.4, 3)}, None),
-    "weight 0": (0.0, {"answer_reward": (1, 0, 0), "think_format_reward": (0, 0.4, 3)}, None),
-    "a graded verifier": (0.0, {"reasoning_gym_score": (1, 0.3, 4), "think_format_reward": (1, 0.4, 4)}, None),
-    "unknown": (None, {"score": (1, 0.4, 4), "think_format_reward": (0.2, 0.4, 3)}, None),
-    "lengths alone": (None, {"length_reward": (1, 0.4, 4)}, None),
-    "at its mean": (None, {"score": (1, 0.3, 0), "length_reward": (1, 0.4, 4)}, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ONLY_FORM)
-def test_a_form_that_alone_is_paid_for_is_named(name):
+@pytest.mark.parametrize(("rate", "weight", "is_named"), [(0.0, 0.2, True), (0.1, 0.2, False), (0.0, 0.0, False)])
+def test_a_form_that_alone_is_paid_for_is_named(rate, weight, is_named):
     """A bonus for any number in the answer gave a signal in every group at a pass rate of 0, and the verdict was GO."""
-    rate, rewards, expected = ONLY_FORM[name]
-    found = {one: RewardFound(mean, differs, 0) for one, (_, mean, differs) in rewards.items()}
-    run = SimpleNamespace(reward_weights={one: weight for one, (weight, _, _) in rewards.items()})
-    fault = find_form_fault(run, Measures(rewards=found, pass_rate=rate))
-    assert (fault is None) == (expected is None)
+    rewards = {"answer_reward": RewardFound(0.0, 0, 0), "think_format_reward": RewardFound(0.4, 3, 0)}
+    run = SimpleNamespace(reward_weights={"answer_reward": 1.0, "think_format_reward": weight})
+    fault = find_form_fault(run, Measures(rewards=rewards, pass_rate=rate))
+    assert (fault is not None) is is_named
     if fault:
-        assert fault.level == "warning" and fault.key == "data.source" and re.search(expected, fault.text), fault
+        assert fault.level == "warning" and "think_format_reward alone gives" in fault.text
 
 
 @pytest.mark.slow
@@ -363,7 +217,7 @@ def test_few_completions_refuse_nothing(prepare):
 
 
 @pytest.mark.slow
-def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_folder):
+def test_a_rate_below_the_format_is_refused(prepare, tiny_folder):
     """1e-6 in bfloat16: 0.01 - 1e-6 is 0.01, and the loss wanders for a night."""
     words = [f"model.name={tiny_folder}", "model.family=auto", "model.lora=null", "model.dtype=bfloat16"]
     words += ["rewards=[{name: length_reward}]", "rloo.num_generations=4"]
@@ -373,9 +227,6 @@ def test_a_rate_below_the_format_is_refused_with_one_that_moves(prepare, tiny_fo
     (fault,) = [fault for fault in found.errors if fault.name == "gradient"]
     assert fault.key == "rloo.learning_rate" and "bfloat16" in fault.text and "model.dtype=float32" in fault.text
     assert found.measures.moved < 0.05
-    run.rloo.learning_rate = float(fault.text.rpartition("rloo.learning_rate=")[2])
-    again = kit.check_preflight(run, policy, data, rewards)
-    assert again.measures.moved >= 0.5 and not [fault for fault in again.faults if fault.name == "gradient"], again
 
 
 @pytest.mark.slow
@@ -452,17 +303,12 @@ def test_what_a_cpu_cannot_hold_is_not_tried(prepare, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sampler_and_trainer_and_reference_agree_at_first(prepare, monkeypatch):
-    """With a KL penalty the policy starts at its reference: the adapter is the identity. A sampler that is off by more
-    than rounding samples from another policy."""
+def test_sampler_and_trainer_agree_at_first(prepare, monkeypatch):
+    """A sampler that is off by more than rounding samples from another policy."""
     run, policy, data, rewards = prepare(DEMO, "rloo.beta=0.05")
     found = kit.check_preflight(run, policy, data, rewards)
-    assert found.go and abs(found.measures.kl) < 1e-5 and found.measures.logp_gap < 1e-5
-    score, plain = PolicyScorer.score_reference, NativeEngine.sample
-    with monkeypatch.context() as patch:  # an adapter that was to start as the identity and does not
-        patch.setattr(PolicyScorer, "score_reference", lambda self, *words: score(self, *words) - 0.01)
-        (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.name == "kl" and fault.key == "model.dtype" and "0.01 nats" in fault.text
+    assert found.go and found.measures.logp_gap < 1e-5
+    plain = NativeEngine.sample
 
     def off(self: Any, *arguments: Any, **more: Any) -> Any:
         made = plain(self, *arguments, **more)
@@ -631,5 +477,5 @@ def test_a_gap_of_nan_is_a_fault():
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     args = SimpleNamespace(bf16=False, fp16=False)
     trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
-    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")), starts_there=False)
+    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")))
     assert fault.level == "error" and fault.key == "model.dtype"

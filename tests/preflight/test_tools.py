@@ -38,24 +38,13 @@ def prepare(folder: Path, *tools: str, **keys: Any) -> tuple[Any, Any, Any, Any]
     return run, policy, data, kit.build_rewards(run, policy.tokenizer)
 
 
-def test_each_tool_is_called_once_in_its_process(tmp_path):
-    """A tool that hangs, or needs a network that is not there, was found in step one of a long run; and a model that
-    calls nothing, after it."""
-    run, policy, data, rewards = prepare(
-        tmp_path, "add", "look_up", "wait", "an_object", environment=f"{WORLD}:World", max_completion_length=90
-    )
+def test_a_model_that_calls_nothing_is_named(tmp_path):
+    """It was found after hours."""
+    run, policy, data, rewards = prepare(tmp_path, "add", environment=f"{WORLD}:World", max_completion_length=90)
     found = kit.check_preflight(run, policy, data, rewards)
-    assert found.go, found
-    tools = found.measures.tools
-    assert tools["add"].startswith("add(a=1) = 1 (") and tools["look_up"].startswith('look_up(word="text") = KeyError')
-    assert "took longer than 1 s" in tools["wait"] and "returned <object" in tools["an_object"]
-    assert tools["take"].startswith(f"take(a=1) = {int(data.train[0]['answer']) - 1} ("), "after a reset with a row"
-    texts = [fault.text for fault in found.warnings if fault.name == "tools"]
-    failing = [f"rloo.tools: {name}" for name in ("look_up", "wait", "an_object")]
-    assert [text.partition("(")[0] for text in texts[:3]] == failing
-    assert "made up" in texts[0] and "rloo.tool_timeout_s" in texts[1] and "what JSON can hold" in texts[2]
-    assert "none of" in texts[3] and "rloo-kit sft" in texts[3]
-    assert "tool add" in str(found) and found.to_dict()["measures"]["episodes"]["call_frequency"] == 0
+    (text,) = [fault.text for fault in found.warnings if fault.name == "tools"]
+    assert found.go and "none of" in text and "rloo-kit sft" in text
+    assert found.to_dict()["measures"]["episodes"]["call_frequency"] == 0
     assert "World" in found.measures.rewards, "its own reward is judged"
 
 
@@ -79,7 +68,7 @@ SCRIPT = [
 def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
     """Whether calls arrive as the model means them shows in the first episodes, or after hours in the report."""
     run, policy, data, rewards = prepare(tmp_path, "add", "look_up", max_turns=3)
-    measures = Measures(tools={"add": ""})
+    measures = Measures()
     with make_trainer(policy, run, rewards, data.train) as trainer:
         trainer.rloo.sampler.engine = Scripted(policy.tokenizer, SCRIPT)
         probe = roll_out(trainer, draw_rows(run, data.train), run, lambda line: None)

@@ -1,6 +1,4 @@
-"""Tools for a preflight: one that works, and the ways in which one does not."""
-
-import time
+"""Tools for a preflight."""
 
 
 def add(a: int, b: int = 0) -> int:
@@ -20,17 +18,6 @@ def look_up(word: str) -> str:
         word: which one.
     """
     return {"one": "eins"}[word]
-
-
-def wait() -> str:
-    """Never answer."""
-    while True:
-        time.sleep(1)
-
-
-def an_object() -> object:
-    """Return an object."""
-    return object()
 
 
 class World:

@@ -12,7 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from rloo_kit.errors import BackendError
 from rloo_kit.rollout import decoders, layers
-from rloo_kit.rollout.choice import prefer_engine, resolve_engine
+from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.rollout.draw import draw
 from rloo_kit.rollout.native import make_decoder
 from rloo_kit.rollout.types import Limits
@@ -180,28 +180,6 @@ def test_a_budget_in_both_engines(make_model, name):
     assert kinds == {"forced", "closed", "ended"}
 
 
-@pytest.mark.parametrize(("temperature", "limits"), [(0.0, Limits(12)), (1.0, BUDGET)])
-@pytest.mark.parametrize("name", ["native", "generate"])
-def test_what_is_sampled_is_the_same_with_a_listener(make_model, name, temperature, limits):
-    """An answer on the screen that training would not have sampled shows a different model from the trained one."""
-    model = make_model(ends=2.0)
-    seen: dict[int, list[list[int]]] = {number: [] for number in range(len(PROMPTS))}
-
-    def sample(**named):
-        torch.manual_seed(3)
-        return engine_for(model, name, temperature, rows=4).sample(PROMPTS, limits, **named)
-
-    plain = sample()
-    heard = sample(on_tokens=lambda number, ids: seen[number].append(list(ids)))
-    assert heard.completion_ids == plain.completion_ids and heard.forced == plain.forced
-    assert str(heard.sampler_logps) == str(plain.sampler_logps)  # NaN where forced
-    assert any(plain.forced) == (limits is BUDGET)
-    for number, shown in seen.items():
-        whole = plain.completion_ids[number]
-        assert [len(ids) for ids in shown] == list(range(1, len(whole) + 1)), "once a token"
-        assert all(whole[: len(ids)] == ids for ids in shown)
-
-
 @pytest.mark.parametrize(("name", "on_cpu"), [("native", False), ("native", True), ("generate", False)])
 def test_rows_are_halved_and_nothing_is_lost(make_model, monkeypatch, name, on_cpu):
     """A rollout of an hour ended with an out-of-memory error when its rows had grown long. What is finished stays, the
@@ -320,10 +298,6 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
         engine_for(flash, "native")
     with pytest.raises(BackendError, match="rollout.engine is native, but qwen3 has layers.*rollout.engine=generate"):
         engine_for(sliding, "native")
-    prefer_engine(model, "generate", "timed")
-    assert resolve_engine("auto", "transformers", model) == ("generate", "timed")
-    model.config._attn_implementation = "flash_attention_2"  # after the timing
-    assert "flash_attention_2" in resolve_engine("auto", "transformers", model)[1]
     prompted = get_peft_model(make_model(lora=False), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert resolve_engine("auto", "transformers", prompted) == ("generate", "its adapter adds virtual tokens")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm.*rollout.engine=auto"):
