@@ -18,7 +18,6 @@ from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_uma
 from rloo_kit.models.backends import find_vllm, load_backend
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
-from rloo_kit.models.vllm import remember_absence
 from rloo_kit.plan.planner import plan_engine, plan_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.runs.files import read_object, saving, write_json
@@ -119,7 +118,7 @@ def load_policy(run: RunConfig) -> Policy:
     name, reason = _choose(run, stack)
     with main_first():
         source = find_source(run)
-    vllm, engine_reason = _plan_vllm(run, name)
+    vllm = _plan_vllm(run, name)
     if not torch.cuda.is_available():
         return_large_blocks()
     try:
@@ -131,9 +130,7 @@ def load_policy(run: RunConfig) -> Policy:
             raise
         without = "" if vllm is None else " (with vLLM; rollout.engine=generate loads it without)"
         raise BackendError(f"cannot load model.name = {run.model.name}{without}: {error}") from error
-    if vllm is None:
-        remember_absence(model, engine_reason)
-    else:
+    if vllm is not None:
         _announce(vllm, model)
     _loaded.add(name)
     if source.adapter is not None and not source.is_folder:
@@ -160,7 +157,7 @@ def start_engine(run: RunConfig, policy: Policy) -> None:
     """Start vLLM if `run.rollout` asks for it and the policy has none; raises BackendError if it cannot start."""
     if run.rollout.engine != "vllm" or find_vllm(policy.model) is not None:
         return
-    vllm, _ = _plan_vllm(run, policy.backend)
+    vllm = _plan_vllm(run, policy.backend)
     assert vllm is not None  # if the run asks for vLLM, `_plan_vllm` raises instead
     load_backend(policy.backend).start_engine(run, policy.model, vllm)
     _announce(vllm, policy.model)
@@ -224,23 +221,23 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
-def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
-    """How vLLM shares the GPU with training (None if the run does not sample through it), and why this engine."""
+def _plan_vllm(run: RunConfig, backend: str) -> VllmPlan | None:
+    """How vLLM shares the GPU with training; None if the run does not sample through it (`rloo-kit plan` says why)."""
     asked = run.rollout.engine == "vllm"
     if not asked and run.rollout.engine != "auto":
-        return None, "rollout.engine asks for it"
+        return None
     try:
         choice, plan = plan_engine(run), plan_vllm(run)
     except ConfigError as error:  # a model whose memory cannot be computed
         if asked:
             raise BackendError(f"rollout.engine is vllm, but its memory cannot be planned: {error}") from error
-        return None, f"not vLLM, whose memory cannot be planned: {error}"
+        return None
     if choice.name != "vllm":
-        return None, choice.reason
+        return None
     obstacle = plan.obstacle or (load_backend("unsloth").find_sleep_problem() if backend == "unsloth" else None)
     if obstacle and asked:
         raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
-    return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
+    return plan if obstacle is None else None
 
 
 def _announce(plan: VllmPlan, model: Any) -> None:

@@ -1,6 +1,5 @@
 """Find a run's model and adapter, check that they match, and set the tokenizer's padding."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,12 +114,9 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
 
 def _recorded_base(adapter: Path) -> str:
     """The base model that PEFT recorded for an adapter; "" if it recorded none."""
-    try:
-        return json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-    except (OSError, ValueError, AttributeError) as error:
-        raise BackendError(
-            f"{adapter} is not an adapter folder ({ADAPTER_CONFIG}: {error}); check model.adapter"
-        ) from None
+    if not (config := read_object(adapter / ADAPTER_CONFIG)):
+        raise BackendError(f"{adapter} is not an adapter folder (no {ADAPTER_CONFIG}); check model.adapter")
+    return config.get("base_model_name_or_path") or ""
 
 
 def check_base(source: ModelSource) -> None:

@@ -30,7 +30,6 @@ CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
 
 _numbers = count(1)  # of adapters in this process; reusing a name would reuse the other's cached prefixes
 _loaded: "WeakKeyDictionary[torch.nn.Module, InProcessVllm]" = WeakKeyDictionary()  # by the base model
-_absent: "WeakKeyDictionary[torch.nn.Module, str]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,6 @@ def is_running() -> bool:
     """Whether a model of this process has a vLLM."""
     gc.collect()  # reference cycles keep models alive
     return bool(_loaded)
-
-
-def remember_absence(model: Any, reason: str) -> None:
-    """Record why `load_policy` loaded this model without vLLM."""
-    _absent[_base_of(model)] = reason
-
-
-def why_without(model: Any) -> str | None:
-    """What `remember_absence` recorded."""
-    return _absent.get(_base_of(model))
 
 
 def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.backends import find_other_layers, find_vllm, load_backend
-from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
+from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm
 from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine, walks_layers
@@ -38,10 +38,8 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "auto":
         if find_vllm(model) is not None:
             return "vllm", "the model was loaded with it"
-        why_not = f"; {why}" if (why := why_without(model)) and model.device.type == "cuda" else ""
         obstacle = _native_obstacle(model, backend)
-        name, reason = ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
-        return name, f"{reason}{why_not}"
+        return ("generate", obstacle) if obstacle else ("native", NATIVE_REASON)
     if wanted == "native" and (why := _native_obstacle(model, backend)):
         raise BackendError(f"rollout.engine is native, but {why}: set rollout.engine=generate")
     if wanted == "vllm" and find_vllm(model) is None:

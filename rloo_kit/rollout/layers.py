@@ -178,23 +178,23 @@ class Product:
             else:
                 self.parts.append(_four_bit(part, dtype))
         self.first = self.second = None  # (in, r), (r, out)
-        names = [_active(module) for module in modules]
+        adapters = [(module, _adapter_of(module)) for module in modules]
         if merges and kinds == {None} and len(biased) == 1:
             weights = [base.weight for base in bases]
-            for number, (module, active) in enumerate(zip(modules, names, strict=True)):
-                for name in active:
+            for number, (module, name) in enumerate(adapters):
+                if name is not None:
                     weights[number] = weights[number] + module.get_delta_weight(name)
             bias = torch.cat([base.bias for base in bases]) if bases[0].bias is not None else None
             self.parts = [partial(functional.linear, weight=torch.cat(weights), bias=bias)]
-        elif any(names):
-            pairs = zip(modules, names, strict=True)
-            firsts = [module.lora_A[name].weight for module, active in pairs for name in active]
+        elif firsts := [module.lora_A[name].weight for module, name in adapters if name is not None]:
             self.first = torch.cat(firsts).to(dtype).t()
-            blocks = [[firsts[0].new_zeros(base.out_features, 0)] for base in bases]
-            for block, module, active in zip(blocks, modules, names, strict=True):
-                block += [module.lora_B[name].weight * module.scaling[name] for name in active]
-            rows = [torch.cat(block, dim=1) for block in blocks]
-            self.second = torch.block_diag(*rows).to(dtype).t().contiguous()
+            blocks = [
+                firsts[0].new_zeros(module.out_features, 0)
+                if name is None
+                else module.lora_B[name].weight * module.scaling[name]
+                for module, name in adapters
+            ]
+            self.second = torch.block_diag(*blocks).to(dtype).t().contiguous()
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         parts = [part(states) for part in self.parts]
@@ -261,18 +261,18 @@ def join_in_place(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return joined.view(-1, 1)
 
 
-def _active(module: Any) -> list[str]:
-    """The names of a projection's adapters that are switched on and not merged."""
+def _adapter_of(module: Any) -> str | None:
+    """The name of a projection's adapter that is switched on and not merged."""
     if not hasattr(module, "lora_A"):
-        return []
+        return None
     if module.disable_adapters and module.merged:
         raise NotPlainError("has a merged adapter that is switched off")
-    if module.disable_adapters or module.merged:
-        return []
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if any(name in module.lora_variant or module.lora_B[name].bias is not None for name in names):
+    if module.disable_adapters or module.merged or not names:
+        return None
+    if len(names) > 1 or names[0] in module.lora_variant or module.lora_B[names[0]].bias is not None:
         raise NotPlainError("has an adapter that is more than two matrices")
-    return names
+    return str(names[0])
 
 
 def _check(model: Any) -> None:

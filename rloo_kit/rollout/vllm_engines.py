@@ -4,7 +4,6 @@ A request that follows a forced close finds its prompt and its thinking in vLLM'
 requests run at once; the others wait.
 """
 
-import filecmp
 import json
 import math
 import shutil
@@ -129,7 +128,7 @@ def _take(state: CompletionState, completion: Any) -> None:
 
 
 IN_FLIGHT = 256  # requests of one process at once, if `rows` is None; the server queues the rest
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -219,13 +218,9 @@ class ServerEngine(Engine):
             ) from error
 
     def _replace(self, name: str, prompt: list[int]) -> tuple[str, int | None]:
-        """The server's adapter, the new one or an equal last one; its limit for prompt and completion together."""
-        new, last = self._folder / name, self._adapter
-        if last is not None and filecmp.cmp(new / WEIGHTS, self._folder / last / WEIGHTS, shallow=False):
-            shutil.rmtree(new)
-            return last, self._max_tokens
-        if last is not None:
-            self._forget(last)  # before the next one is loaded: by default a server has room for one
+        """The server's new adapter, and its limit for prompt and completion together."""
+        if self._adapter is not None:
+            self._forget(self._adapter)  # before the next one is loaded: by default a server has room for one
             self._adapter = None
             self._load(name)
             return name, self._max_tokens
