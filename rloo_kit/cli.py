@@ -87,7 +87,6 @@ def exit_codes(refused: int = REFUSED) -> Iterator[None]:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         raise Exit(refused) from None
     except KeyboardInterrupt:
-        exec("")  # otherwise Python exits through SIGINT if an interrupt once passed through its last exec of a string
         if is_main_process():
             print("rloo-kit: interrupted", file=sys.stderr, flush=True)
         raise Exit(INTERRUPTED) from None

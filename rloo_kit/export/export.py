@@ -13,18 +13,8 @@ from transformers import AutoConfig
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
-from rloo_kit.export import gguf
-from rloo_kit.export.formats import (
-    DTYPES,
-    LOADERS,
-    WRITERS,
-    Job,
-    Written,
-    check_adapter,
-    digest,
-    public_name,
-    write_card,
-)
+from rloo_kit.export import formats, gguf
+from rloo_kit.export.formats import DTYPES, LOADERS, WRITERS, Job, Written, digest, public_name
 from rloo_kit.export.parity import ENGINE, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.models.embedded import name_built
 from rloo_kit.models.policy import Policy, load_policy, trained_run
@@ -40,19 +30,14 @@ CERTIFICATE = "certificate.json"
 
 @dataclass(frozen=True)
 class Export:
-    """A published export.
-
-    Attributes:
-        folder: of the export. target: adapter, merged, gguf or vllm. kind: dtype or quantisation.
-        certificate: as in `certificate.json`. verdict: the same as lines of text. usage: how to load or serve it.
-    """
+    """A published export."""
 
     folder: Path
-    target: str
-    kind: str
-    certificate: dict[str, Any]
-    verdict: list[str]
-    usage: list[str]
+    target: str  # adapter, merged, gguf or vllm
+    kind: str  # dtype or quantisation
+    certificate: dict[str, Any]  # as in `certificate.json`
+    verdict: list[str]  # the same as lines of text
+    usage: list[str]  # how to load or serve it
 
     def __str__(self) -> str:
         return "\n".join([f"exported: {self.folder} ({self.target}, {self.kind})", *self.verdict, *self.usage])
@@ -108,7 +93,7 @@ def export_model(
     folder = with_name(Path(output) if output is not None else place / "export" / to)
     _check_folder(folder, overwrite)
     if to == "adapter":
-        check_adapter(run.folder / "adapter")
+        formats.check_adapter(run.folder / "adapter")
     base = find_source(trained).base
     settings = AutoConfig.from_pretrained(base)
     if to == "gguf":
@@ -125,7 +110,7 @@ def export_model(
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
             shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
-            card = write_card(run, to, shown, verdict, written.loading)
+            card = formats.write_card(run, to, shown, verdict, written.loading)
             write_text(staged / "README.md", card)
             write_text(staged / RUN_FILE, describe_origin(run, find_base(run, base)))
             files = {

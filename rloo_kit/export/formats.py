@@ -117,41 +117,28 @@ OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")  # in a token
 
 @dataclass(frozen=True)
 class Job:
-    """What to export.
+    """What to export."""
 
-    Attributes:
-        target: adapter, merged, gguf or vllm. run: as trained. policy: with the trained weights.
-        base: folder or hub id of its base. settings: the base's `config.json`, loaded.
-        kind: the dtype or quantisation that is asked for; None for the default. staged: the empty folder to fill.
-        folder: of the published export.
-    """
-
-    target: str
-    run: RunConfig
-    policy: Policy
-    base: str
-    settings: Any
-    kind: str | None
-    staged: Path
-    folder: Path
+    target: str  # adapter, merged, gguf or vllm
+    run: RunConfig  # as trained
+    policy: Policy  # with the trained weights
+    base: str  # folder or hub id of its base
+    settings: Any  # the base's `config.json`, loaded
+    kind: str | None  # the dtype or quantisation that is asked for; None for the default
+    staged: Path  # the empty folder to fill
+    folder: Path  # of the published export
 
 
 @dataclass(frozen=True)
 class Written:
-    """The contents of the staging folder.
+    """The contents of the staging folder."""
 
-    Attributes:
-        kind: dtype or quantisation. model: path for the loader. request: its further arguments.
-        tensors: result of reading them back. loading: what the card's snippet names.
-        usage: lines to print, with the local path.
-    """
-
-    kind: str
-    model: Path
-    tensors: str
-    loading: dict[str, Any]
-    usage: list[str]
-    request: dict[str, Any] = field(default_factory=dict)
+    kind: str  # dtype or quantisation
+    model: Path  # for the loader
+    tensors: str  # result of reading them back
+    loading: dict[str, Any]  # what the card's snippet names
+    usage: list[str]  # lines to print, with the local path
+    request: dict[str, Any] = field(default_factory=dict)  # further arguments of the loader
 
 
 def digest(file: Path) -> str:

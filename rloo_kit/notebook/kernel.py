@@ -179,19 +179,14 @@ def find_server(connection_file: Path) -> Server | None:
 
 @dataclass(frozen=True)
 class Runner:
-    """The program that runs this process.
-
-    Attributes:
-        kind: `script`, or IPython without a kernel; `batch`: papermill, nbclient, nbconvert, which end the kernel
-            themselves; `server`: a Jupyter server that responds; `kernel`: another owner of a kernel; `foreign`: one
-            that would restart the kernel and cannot be queried.
-        reason: for `foreign`: why the kernel cannot be shut down from here, and what to click.
-    """
+    """What runs this process: a script, or IPython without a kernel; papermill, nbclient or nbconvert, which end the
+    kernel themselves (`batch`); a Jupyter server that responds; another owner of a `kernel`; one that would restart the
+    kernel and cannot be queried (`foreign`)."""
 
     kind: Literal["script", "batch", "server", "kernel", "foreign"]
     shell: Any = None
     server: Server | None = None
-    reason: str = ""
+    reason: str = ""  # of `foreign`: why the kernel cannot be shut down from here, and what to click
 
 
 def find_runner() -> Runner:
