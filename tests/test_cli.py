@@ -223,19 +223,6 @@ def test_an_old_name_is_one_line_of_stderr(config_file):
     assert "rloo.lam" in second and "no effect" in second
 
 
-def test_an_interrupt_ends_with_130_wherever_it_came(tmp_path):
-    """Python notes an interrupt that passed through an `exec` of a text (dataclasses, numpy) and, long after it was
-    handled, ends the process by SIGINT: a batch then saw a killed run."""
-    code = """
-from rloo_kit.cli import exit_codes
-with exit_codes():
-    exec("raise KeyboardInterrupt")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1 and "Exit" in done.stderr, "typer's Exit, which the command line turns into 130"
-    assert "rloo-kit: interrupted" in done.stderr
-
-
 @pytest.mark.slow
 def test_supervised_training_to_the_end_and_on_with_rloo(config_file, tmp_path):
     """Each figure that is decided by, in the order of the work, and a last line that can be pasted."""

@@ -23,30 +23,19 @@ from rloo_kit.tools.toolbox import open_toolbox
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer.
+    """A model's answer. Texts are without thinking tags and special tokens."""
 
-    Attributes:
-        question: the last message. thinking, answer: texts, without thinking tags and special tokens; of the last turn.
-        tokens: of the completion, without tools' results. thinking_tokens: those before `</think>` of each turn, or all
-            if it never closed; 0 without any.
-        ended: whether the model ended it; False if it reached the limit.
-        closed: whether it contains `</think>`. forced: whether the thinking budget put it there.
-        seconds: from the question to the last token.
-        base: the base model's answer, if it was asked too.
-        turns: messages of all turns, with calls and their results, in a run with tools.
-    """
-
-    question: str
-    thinking: str
+    question: str  # the last message
+    thinking: str  # of the last turn
     answer: str
-    tokens: int
-    thinking_tokens: int
-    ended: bool
-    closed: bool
-    forced: bool
-    seconds: float
-    base: "Answer | None" = None
-    turns: list[Message] = field(default_factory=list)
+    tokens: int  # of the completion, without tools' results
+    thinking_tokens: int  # before `</think>` of each turn, or all if it never closed; 0 without any
+    ended: bool  # by the model; False if it reached the limit
+    closed: bool  # it contains `</think>`
+    forced: bool  # the thinking budget put it there
+    seconds: float  # from the question to the last token
+    base: "Answer | None" = None  # the base model's, if it was asked too
+    turns: list[Message] = field(default_factory=list)  # all messages, with calls and results, in a run with tools
 
     @property
     def summary(self) -> str:

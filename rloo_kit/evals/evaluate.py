@@ -24,7 +24,7 @@ from rloo_kit.data.answers import (
 )
 from rloo_kit.data.chat import template_options, thinks
 from rloo_kit.data.gym import GYM_COLUMN
-from rloo_kit.errors import ConfigError, DataError, RlooKitError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.evaluation import THINKING, Budget, Evaluation, digest_prompt
@@ -38,7 +38,7 @@ from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.episodes import ToolUse, make_tool_use
-from rloo_kit.rollout.thinking_budget import close_ids_for, limits_of, make_budget_limits
+from rloo_kit.rollout.thinking_budget import limits_of, make_budget_limits
 from rloo_kit.rollout.types import Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
@@ -121,17 +121,6 @@ class HeldOutRewards:
         return rows, messages
 
 
-def make_held_out_rewards(run: RunConfig, tokenizer: Any) -> tuple[HeldOutRewards | None, list[Any]]:
-    """The configured rewards, and those to close afterwards. None, with a warning, if they cannot be built: a run whose
-    reward file is gone can still be evaluated for accuracy."""
-    try:
-        made = make_rewards(run, tokenizer)
-    except RlooKitError as error:
-        say(f"WARNING: the held-out reward is not measured: {error}")
-        return None, []
-    return HeldOutRewards(run, made), [reward.reward for reward in made]
-
-
 def open_tools(run: RunConfig, policy: Policy) -> ToolUse | None:
     """What completions of the policy may call, for `generate_completions`; None if the run has no tools. Raises
     ConfigError as `open_toolbox` and `make_tool_use` do."""
@@ -171,47 +160,46 @@ def evaluate(
 
     Raises:
         DataError: no prompts.
-        ConfigError: thinking budgets for a model that does not think, or that exceed `model.max_seq_length`; a trained
-            policy as "before".
+        ConfigError: thinking budgets for a model that does not think, or that exceed its positions; a trained policy as
+            "before".
     """
     if label == "before":
         policy.refuse_trained("it is not the policy before training", "RLOO")
     label = label or (f"after {policy.trained['RLOO']} steps" if "RLOO" in policy.trained else "")
-    _check_budgets(run, policy)
+    if run.eval.thinking_budgets and not thinks(policy.family, run.model.enable_thinking):
+        raise ConfigError(
+            f"eval.thinking_budgets is {run.eval.thinking_budgets}, but this model does not think (family "
+            f"{policy.family}). Set eval.thinking_budgets: []"
+        )
     dataset = _first_prompts(dataset, run.eval.num_prompts)
+    made = make_rewards(run, policy.tokenizer) if reward_funcs is None else []
+    rewards = HeldOutRewards(run, made if reward_funcs is None else reward_funcs)
     judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset), reward_funcs)
-    built: list[Any] = []
     try:
-        if reward_funcs is None:
-            rewards, built = make_held_out_rewards(run, policy.tokenizer)
-        else:
-            rewards = HeldOutRewards(run, reward_funcs)
         measured = evaluate_with(run, policy, dataset, judge, rewards, label)
         if run.eval.judge is not None and is_main_process():
             measure_win_rate(run, dataset, measured, base or load_evaluation(run, "before"))
         return share(measured)
     finally:
         judge.close()
-        for reward in built:
-            close_worker(reward)
+        for reward in made:
+            close_worker(reward.reward)
 
 
 def evaluate_with(
-    run: RunConfig, policy: Policy, dataset: Any, judge: "AnswerJudge", rewards: HeldOutRewards | None, label: str = ""
+    run: RunConfig, policy: Policy, dataset: Any, judge: "AnswerJudge", rewards: HeldOutRewards, label: str = ""
 ) -> Evaluation:
     """`evaluate` on all of `dataset` with a judge and rewards that stay open for reuse."""
     started = time.monotonic()
     dataset = _first_prompts(dataset, None)
     judge.unscored = 0
-    has_measure = judge.gold is not None or (rewards is not None and rewards.is_callable)
-    greedy = run.eval.greedy and run.eval.temperature != 0 and has_measure
+    greedy = run.eval.greedy and run.eval.temperature != 0 and (judge.gold is not None or rewards.is_callable)
     passes = run.eval.num_samples + greedy + len(run.eval.thinking_budgets)
     generate = _Generator(run, policy, dataset, label, passes)
     with policy.whole_weights():
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
         measured = _measure_sampled(generate, judge, completions)
-        if rewards is not None:
-            rewards.measure(completions, measured)
+        rewards.measure(completions, measured)
         if run.eval.greedy:
             _measure_greedy(generate, judge, rewards, measured)
         measured.budgets = [_measure_budget(generate, judge, budget) for budget in run.eval.thinking_budgets]
@@ -245,17 +233,22 @@ class AnswerJudge:
         self.judged_by = find_judge(gold, weights)
         self.weight = weights.get(self.judged_by or "", 1.0)
         self.gold = None if self.judged_by is None else gold
-        by_text = any(not isinstance(answer, GymRow) for answer in self.gold or ())
+        forms = {isinstance(answer, GymRow) for answer in self.gold or ()}
         own = given.get(self.judged_by) if self.judged_by in REWARDS_WITH_ANSWERS else None
-        by_verifier = any(isinstance(answer, GymRow) for answer in self.gold or ())
         self._built: list[Any] = []
+        self.reward: Any = None
+        if own is not None or False in forms:
+            self.reward = guard(own or self._build(run, tokenizer, REWARDS_WITH_ANSWERS))
+        self.gym_reward: Any = guard(self._build(run, tokenizer, (GYM_REWARD,))) if True in forms else None
 
-        def build(names: tuple[str, ...]) -> Any:
-            self._built.append(_build_judge(run, tokenizer, names))
-            return self._built[-1]
-
-        self.reward: Any = guard(own or build(REWARDS_WITH_ANSWERS)) if by_text or own is not None else None
-        self.gym_reward: Any = guard(build((GYM_REWARD,))) if by_verifier else None
+    def _build(self, run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
+        """The run's first reward with one of `names`, or the first of these; a verifier without its threshold."""
+        entry = next((entry for entry in run.rewards if entry.name in names), None) or RewardSection(name=names[0])
+        if entry.name == GYM_REWARD:
+            params = {name: value for name, value in entry.params.items() if name != "threshold"}
+            entry = entry.model_copy(update={"params": params})
+        self._built.append(build_reward(run, tokenizer, entry))
+        return self._built[-1]
 
     def judge(self, completions: list[Completion]) -> list[bool | None] | None:
         """One verdict per completion, equally many of each prompt of `gold` (None if that has no answer); None without
@@ -281,15 +274,6 @@ class AnswerJudge:
         """End the processes of rewards that were built here, if they have any."""
         for reward in self._built:
             close_worker(reward)
-
-
-def _build_judge(run: RunConfig, tokenizer: Any, names: tuple[str, ...]) -> Any:
-    """The run's first reward with one of `names`, or the first of these; a verifier without its threshold."""
-    entry = next((entry for entry in run.rewards if entry.name in names), None) or RewardSection(name=names[0])
-    if entry.name == GYM_REWARD:
-        params = {name: value for name, value in entry.params.items() if name != "threshold"}
-        entry = entry.model_copy(update={"params": params})
-    return build_reward(run, tokenizer, entry)
 
 
 class _Generator:
@@ -383,9 +367,7 @@ def _measure_tools(completions: list[Completion]) -> dict[str, float]:
     return measure_calls(calls, [len(completion.turns) for completion in completions]) if episodes else {}
 
 
-def _measure_greedy(
-    generate: _Generator, judge: AnswerJudge, rewards: HeldOutRewards | None, measured: Evaluation
-) -> None:
+def _measure_greedy(generate: _Generator, judge: AnswerJudge, rewards: HeldOutRewards, measured: Evaluation) -> None:
     by_reward = measured.leading == "reward"
     found: dict[str, Measured | None] = {}
     if measured.temperature == 0:
@@ -394,7 +376,7 @@ def _measure_greedy(
         completions = generate("greedy", 0.0)
         if (verdicts := _judge(judge, completions)) is not None:
             found["accuracy"] = mean_of_completions([[one] for one in verdicts], 1)
-        if rewards is not None and by_reward:
+        if by_reward:
             found["reward"] = mean_of_completions(rewards.score(completions, 1)[0], 1)
     measured.measures |= {f"greedy_{name}": one for name, one in found.items() if one is not None}
 
@@ -474,25 +456,6 @@ def _first_prompts(dataset: Any, num_prompts: int | None) -> Any:
     if not len(dataset):
         raise DataError("there are no held-out prompts to evaluate on; set data.test_size above 0")
     return dataset if num_prompts is None else dataset.select(range(min(num_prompts, len(dataset))))
-
-
-def _check_budgets(run: RunConfig, policy: Policy) -> None:
-    budgets = run.eval.thinking_budgets
-    if not budgets:
-        return
-    if not thinks(policy.family, run.model.enable_thinking):
-        raise ConfigError(
-            f"eval.thinking_budgets is {budgets}, but this model does not think (family {policy.family}). Set "
-            "eval.thinking_budgets: []"
-        )
-    forced = len(close_ids_for(policy.tokenizer, policy.tags, run.rloo.thinking_close))
-    needed = run.data.max_prompt_length + max(budgets) + forced + run.eval.answer_budget
-    if needed > run.model.max_seq_length:
-        raise ConfigError(
-            f"data.max_prompt_length ({run.data.max_prompt_length}) + the largest of eval.thinking_budgets "
-            f"({max(budgets)}) + {forced} + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
-            f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
-        )
 
 
 def _judge(judge: AnswerJudge, completions: list[Completion]) -> list[bool | None] | None:

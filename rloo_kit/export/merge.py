@@ -20,14 +20,10 @@ _INNER = ".base_layer"  # PEFT's name for the module that an adapter wraps
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of the merged model, read on demand.
+    """One tensor of the merged model, read on demand."""
 
-    Attributes:
-        name: in transformers. shape: unpacked, even if the base has it in 4-bit.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # in transformers
+    shape: tuple[int, ...]  # unpacked, even if the base has it in 4-bit
     value: torch.Tensor = field(repr=False)
     layer: Any = field(repr=False, default=None)  # PEFT's LoRA layer around it
 

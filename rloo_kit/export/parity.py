@@ -40,7 +40,6 @@ OF_FILE = {
     "float16": ParityLimits(5e-2, 5e-3, 0.8),
     "bfloat16": ParityLimits(0.3, 3e-2, 0.5),
     "q8_0": ParityLimits(1.0, 6e-2, 0.25),
-    "q4_k_m": ParityLimits(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": ParityLimits(1.0, 5e-2, 0.3)}
 TYPES = {"LoRA": "float32", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # other kinds are types themselves
@@ -52,43 +51,30 @@ MOST_UNSEEN = 0.02
 
 @dataclass(frozen=True)
 class Reference:
-    """The trained policy's greedy completions.
+    """The trained policy's greedy completions."""
 
-    Attributes:
-        rows: text and ids of a prompt, completion and logps of its tokens. limit: of a completion, in tokens.
-        compute: dtype of the policy's base. device: on which it ran. num_rows: of the vocabulary.
-    """
-
-    rows: list[dict[str, Any]]
-    limit: int
-    compute: str
-    device: str
-    num_rows: int
+    rows: list[dict[str, Any]]  # text and ids of a prompt, completion and logps of its tokens
+    limit: int  # of a completion, in tokens
+    compute: str  # dtype of the policy's base
+    device: str  # on which it ran
+    num_rows: int  # of the vocabulary
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How much an export differs from the policy, in the program that it is for.
-
-    Attributes:
-        loader, version: that program. holds: type of the file's weights. compute: dtype that both sides compute in.
-        prompts, tokens: compared. largest, mean: difference of a token's log-probability, in nats.
-        equal: prompts whose greedy text is the same, end token included.
-        unseen: tokens outside llama.cpp's likeliest 20, the only ones that it reports; they are in no other figure.
-        limits: the allowed differences.
-    """
+    """How much an export differs from the policy, in the program that it is for."""
 
     loader: str
     version: str
-    holds: str
-    compute: str
+    holds: str  # type of the file's weights
+    compute: str  # dtype that both sides compute in
     prompts: int
     tokens: int
-    largest: float
+    largest: float  # difference of a token's log-probability, in nats
     mean: float
-    equal: int
-    unseen: int
-    limits: ParityLimits
+    equal: int  # prompts whose greedy text is the same, end token included
+    unseen: int  # tokens outside llama.cpp's likeliest 20, the only ones that it reports; they are in no other figure
+    limits: ParityLimits  # the allowed differences
 
     @property
     def problems(self) -> list[str]:

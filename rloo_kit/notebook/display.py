@@ -7,7 +7,6 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rloo_kit.errors import ConfigError
 from rloo_kit.health.series import logged
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
@@ -65,15 +64,14 @@ class TrainingPlot:
     def __repr__(self) -> str:
         return self.summary
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def _repr_html_(self) -> str | None:
         svg = self.svg
         if svg is None:
-            return {"text/plain": self.summary}
+            return None
         image = base64.b64encode(svg.encode()).decode("ascii")
         alt, width = html.escape(f"Training curves, {self.summary}"), WIDTH * min(len(self.curves), 2)
         # an <img>, because JupyterLab shows an SVG only in trusted notebooks
-        page = f'<img src="data:image/svg+xml;base64,{image}" width="{width}" alt="{alt}">'
-        return {"text/plain": self.summary, "text/html": page}
+        return f'<img src="data:image/svg+xml;base64,{image}" width="{width}" alt="{alt}">'
 
 
 def plot_training(result: Any) -> TrainingPlot:
@@ -138,7 +136,7 @@ class CompletionPairs:
                     lines += _wrap(f"      {label + ':':<10}", text or "(none)")
         return "\n".join(lines)
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+    def _repr_html_(self) -> str:
         boxes = []
         for pair in self.pairs:
             sides = [
@@ -147,19 +145,16 @@ class CompletionPairs:
                 for title, sample in pair.samples.items()
             ]  # fmt: skip
             boxes.append((cut_middle(plain_prompt(pair.prompt), MAX_HTML), pair.gold, sides))
-        page = render("completions.html.jinja", note=self.note, boxes=boxes)
-        return {"text/plain": repr(self), "text/html": page}
+        return render("completions.html.jinja", note=self.note, boxes=boxes)
 
 
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
     """Show completions that evaluations kept, side by side, with thinking and answer separate, and right or wrong.
 
-    Each evaluation keeps one completion of the first `eval.num_completions` prompts; `num` of these prompts are shown
-    (ConfigError below 1). Returns an object that displays itself: HTML without scripts or style sheets, in the page's
-    colours, and text. A script prints the text.
+    Each evaluation keeps one completion of the first `eval.num_completions` prompts; `num` of these prompts are shown.
+    Returns an object that displays itself: HTML without scripts or style sheets, in the page's colours, and text. A
+    script prints the text.
     """
-    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-        raise ConfigError(f"num is {num!r}; it takes a whole number of prompts, 1 or more")
     evaluations = {before.label or "completion": before} if after is None else {"before": before, "after": after}
     # stable; prompts that only one side has come last
     pairs = sorted(pair_samples(**evaluations), key=lambda pair: -len(pair.samples))

@@ -128,10 +128,8 @@ def _read(name: str, value: Any) -> Any:
     text = str(value)
     if problem := find_unwritable(text):
         raise ValueError(f"it takes text without {problem}")
-    if name == "config" and not text.strip():
-        raise ValueError("it takes a file, such as 'configs/arithmetic_thinking.yaml'")
-    if name == "output_dir" and not text.strip():
-        raise ValueError("it takes the folder that runs are written into, such as 'outputs'")
+    if name != "run_name" and not text.strip():
+        raise ValueError("it takes a path, such as 'configs/arithmetic_thinking.yaml' or 'outputs'")
     return os.path.normpath(find_input(text, name, KIT_ROOT)) if name == "config" else text
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
-from rloo_kit.errors import BackendError, ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.evals.evaluate import evaluate
@@ -177,19 +177,6 @@ def test_shares_and_lengths(make_run, make_policy):
     assert measured.mean_tokens == pytest.approx(sum(len(completion.ids) for completion in found) / len(found))
 
 
-def test_an_answer_reward_that_fails_is_counted_as_unable_to_judge(make_run, make_policy):
-    """Its failure was an infinity, which is not 1: a wrong answer, and nobody heard of it."""
-
-    class Fails(AnswerReward):
-        def score(self, *given: Any, **named: Any) -> Any:
-            raise ValueError("no")
-
-    policy = digits_policy(make_policy, "instruct")
-    own = Fails(thinking=False)
-    measured = evaluate(make_run(greedy=False), policy, make_dataset(["1"] * NUM_PROMPTS), reward_funcs=[own])
-    assert measured.value("accuracy") == 0.0 and measured.unscored == NUM_PROMPTS
-
-
 def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
     hand."""
@@ -229,14 +216,10 @@ def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
 
 def test_budgets_need_a_model_that_thinks(make_run, make_policy):
     """Budgets for an instruct model would measure answers after a tag that it has never seen."""
-    with pytest.raises(
-        ConfigError, match=r"thinking_budgets is \[4\], but this model does not think \(family instruct\)"
-    ):
+    with pytest.raises(ConfigError, match=r"thinking_budgets is \[4\], but this model does not think"):
         evaluate(make_run(thinking_budgets=[4]), make_policy("instruct"), make_dataset())
-    run = make_run(thinking_budgets=[4, 2000], answer_budget=32)
-    run.model.max_seq_length, run.data.max_prompt_length = 2048, 256
-    with pytest.raises(ConfigError, match=r"is 2289 tokens, but model.max_seq_length is 2048. Lower one of the first"):
-        evaluate(run, make_policy(), make_dataset())
+    with pytest.raises(ConfigError, match=r"eval.thinking_budgets or data.max_prompt_length"):
+        evaluate(make_run(thinking_budgets=[4000], greedy=False), make_policy(), make_dataset())
 
 
 def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch):
@@ -253,15 +236,6 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
     few = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
     assert few.samples == whole.samples and few.more_samples == whole.more_samples[: len(few.more_samples)]
     assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
-
-
-def test_evaluation_never_swaps_the_engine(make_run, make_policy):
-    """A run that trains through vLLM was evaluated through `generate`, an hour instead of a minute. Here the policy has
-    no adapter to send, which the error says. tests/with_vllm evaluates through vLLM."""
-    run = make_run(greedy=False)
-    run.rollout.engine = "vllm"
-    with pytest.raises(BackendError, match="rollout.engine is server or vllm, .* train an adapter"):
-        evaluate(run, make_policy(), make_dataset(["1"] * NUM_PROMPTS))
 
 
 def test_nothing_to_evaluate_on(make_run, make_policy):
@@ -290,7 +264,6 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
     assert reward.value == pytest.approx(sum(sums) / len(sums)) and reward.low < reward.value < reward.high
     assert "accuracy" not in found.measures and found.reward_unscored == 0
     assert "reward, weighted sum" in str(found) and "reward length_reward" in str(found)
-    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     same = compare(found, found).changes["reward"].difference
     assert same.value == 0 and same.low < 0 < same.high and same.count == 12
 
@@ -372,7 +345,6 @@ def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_polic
     samples = [*measured.samples, *measured.more_samples]
     assert [one["reward"] for one in samples] == reward.per_prompt
     assert {one["correct"] for one in samples} == {None}
-    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     same = evaluate(make_run([{"name": "length_reward"}], temperature=0), policy, rows, reward_funcs=[sentence])
     assert same.value("greedy_reward") == same.value("reward") == measured.value("greedy_reward")
 
@@ -418,7 +390,6 @@ def test_an_answer_column_of_any_form_reaches_the_reward(gold, make_run, make_po
     is_text = isinstance(gold, str)
     assert ("accuracy" in measured.measures, measured.judged_by) == (is_text, "exact match" if is_text else None)
     assert measured.leading == "reward" and measured.samples[0]["gold"] == seen[0]
-    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     if not is_text:
         with pytest.raises(DataError, match="it must be text or a number"):
             load_data(make_run(), tiny_tokenizer, rows=rows)
@@ -438,7 +409,6 @@ def test_a_reward_file_that_was_edited_in_between_is_not_compared(
     assert (first.value("reward"), edited.value("reward")) == (1.0, 9.0)
     assert first.sources == again.sources != edited.sources
     assert change_of("reward", first, edited) is None and change_of("reward", first, again).difference.value == 0.0
-    assert Evaluation.from_dict(json.loads(json.dumps(first.to_dict()))) == first
 
 
 def test_progress_counts_all_passes_and_says_when_it_ends(make_run, make_policy, monkeypatch, capsys):
@@ -546,7 +516,6 @@ def test_an_episode_is_judged_by_its_last_turn_and_its_own_environment(episodes,
     assert first["tokens"] == own, "the result is not the model's"
     text = str(measured)
     assert "tool calls per completion" in text and "0.83" in text and "0.83 tool calls" in measured.describe()
-    assert Evaluation.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
     assert "tools" not in replace(measured, tools={}).to_dict()
 
 

@@ -1,7 +1,6 @@
-"""The win rate: what the judge is shown, what counts, and how often its interval covers the truth."""
+"""The win rate: what the judge is shown, and what counts."""
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.evals.win_rate import measure_win_rate, renew_win_rate
+from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
 from rloo_kit.results.verdict import TrainResult, judge_run
 from rloo_kit.rewarding import judge as module
 from tests.evaluations import mean_of
-from tests.judge_server import MODEL, JudgeServer, answers_in
+from tests.judge_server import MODEL, JudgeServer
 
 QUALITY = {"good": 1.0, "fair": 0.5, "poor": 0.0}
 
@@ -108,21 +107,13 @@ def test_the_verdict_rests_on_the_win_rate(server: JudgeServer, tmp_path: Path) 
     assert after.leading == "accuracy"  # a reward of the run compares answers
 
 
-def test_other_judges_are_not_compared(server: JudgeServer, tmp_path: Path) -> None:
-    """Guards against 40 % by one judge and 60 % by another as a rise."""
-    sides = measure(make_run(tmp_path, server.url), ["fair"] * 4, ["good"] * 4)
-    other = measure(make_run(tmp_path, server.url, against="summary"), ["fair"] * 4, ["good"] * 4, summary=["poor"] * 4)
-    assert "judge" in compare(sides[1], other[1]).made_differently[0]
-
-
 @pytest.mark.parametrize(
     "change", [{"rubric": "Longer."}, {"options": {"seed": 1}}, {"template": "mine.jinja"}, {"url": None}], ids=str
 )
 def test_another_rubric_template_or_address_is_another_judge(
     server: JudgeServer, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """Guards against 'learnt' from 0 % by one rubric and 100 % by the next: the verdict does not compare them, and a
-    resumed run measures the first one's answers by the new judge."""
+    """Guards against 'learnt' from 0 % by one rubric and 100 % by the next: the verdict does not compare them."""
     (tmp_path / "mine.jinja").write_text("{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}Better?")
     change = {name: str(tmp_path / value) if name == "template" else value for name, value in change.items()}
     change |= {"url": server.url.replace("127.0.0.1", "localhost")} if "url" in change else {}
@@ -137,10 +128,6 @@ def test_another_rubric_template_or_address_is_another_judge(
     assert "judge" in found and "rubric" in found
     verdict = judge_run(other, result, before, after)
     assert verdict.kind == "no evidence" and "rubric" in verdict.sentence
-    asked = len(server.requests)
-    assert renew_win_rate(other, dataset, before) and len(server.requests) > asked
-    assert not renew_win_rate(other, dataset, before)
-    assert judge_run(other, result, before, after).kind == "learnt"
 
 
 @pytest.mark.parametrize("missing", [None, "", float("nan")], ids=str)
@@ -190,30 +177,3 @@ def test_a_judge_that_fails_is_a_warning_and_no_loss(
     server.fault = lambda number, text: "400"
     _, after = measure(make_run(tmp_path / "new", server.url), ["fair"] * 4, ["good"] * 4)
     assert "win_rate" not in after.measures and "HTTP 400" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_interval_covers_the_known_win_rate(server: JudgeServer, tmp_path: Path) -> None:
-    """Guards against a win rate that one cannot believe: of 100 simulated evaluations of a policy that is better on a
-    known share of prompts, 95 intervals cover it, with ties and with a judge that at times prefers the first place."""
-    size, share, tied, biased = 24, 0.75, 0.1, 0.1
-    numbers, whole = random.Random(0), server.verdict
-
-    def verdict(request: str) -> str:
-        first = answers_in(request)[0]
-        return '{"better": 1}' if "biased" in first else whole(request)
-
-    server.verdict = verdict  # type: ignore[method-assign]
-    truth = (tied + biased * (1 - tied)) / 2 + share * (1 - tied) * (1 - biased)
-    covered = decided = 0
-    for place in range(100):
-        marks = [f"{place} {i}{' biased' * (numbers.random() < biased)}" for i in range(size)]
-        kinds = ["fair" if numbers.random() < tied else "good" if numbers.random() < share else "poor" for _ in marks]
-        after = [f"{kind} {mark}" for kind, mark in zip(kinds, marks, strict=True)]
-        _, found = measure(make_run(tmp_path, server.url), [f"fair {mark}!" for mark in marks], after)
-        _, low, high = found.ends("win_rate")
-        assert low is not None and high is not None
-        covered += low <= truth <= high
-        decided += low > 0.5
-    print(f"covered {covered}, above one half {decided} of 100")
-    assert covered >= 95 and decided >= 10

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.errors import ConfigError
 from rloo_kit.notebook import display
 from rloo_kit.notebook.display import plot_training, show_completions
 from rloo_kit.results.evaluation import Evaluation
@@ -49,7 +48,7 @@ def contrast(*colors: str) -> float:
 
 
 def html_of(shown: Any) -> str:
-    return shown._repr_mimebundle_()["text/html"]
+    return shown._repr_html_()
 
 
 def titles_of(plot: Any) -> list[str]:
@@ -120,7 +119,7 @@ def test_plot_of_hardly_anything(rows: list[dict[str, Any]], summary: str) -> No
     """A run stopped at once, a metric that was not finite (null in metrics.jsonl): a clear line, no empty axes."""
     plot = plot_training(result_of(rows))
     assert plot.summary.startswith(summary)
-    assert ("text/html" in plot._repr_mimebundle_()) == bool(plot.curves) == (plot.svg is not None)
+    assert (plot._repr_html_() is not None) == bool(plot.curves) == (plot.svg is not None)
 
 
 def test_completions_side_by_side() -> None:
@@ -142,7 +141,7 @@ def test_completions_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     model that does not think shows no thinking."""
     one = make_sample("12+34=", correct=False, thinking="2+4=6\n1+3=4", ended=False, forced=True)
     shown = show_completions(make_evaluation(one), make_evaluation(make_sample("12+34=")), num=9)
-    assert repr(shown) == shown._repr_mimebundle_()["text/plain"] == capsys.readouterr().out.rstrip("\n")
+    assert repr(shown) == capsys.readouterr().out.rstrip("\n")
     assert "1. 12+34=   (right answer: 46)\n   before: wrong, 9 tokens, 5 of them thinking, closed by" in repr(shown)
     assert "      thinking: 2+4=6\n                1+3=4\n      answer:   46\n   after: right, 9 tokens" in repr(shown)
     plain = make_sample("q", thinking="", closed=False, thinking_tokens=None, gold=None, correct=None)
@@ -184,10 +183,7 @@ def test_prompts_that_do_not_match() -> None:
     assert "different" not in show_completions(before, after, num=2).note
 
 
-def test_nothing_kept_and_nothing_asked_for() -> None:
-    """`eval.num_completions: 0` is a choice; `num=0` is a mistake."""
+def test_nothing_kept() -> None:
+    """`eval.num_completions: 0` is a choice."""
     shown = show_completions(make_evaluation(), make_evaluation())
     assert repr(shown) == "no completions were kept; set eval.num_completions above 0" and repr(shown) in html_of(shown)
-    for num in (0, -1, True, 2.5, "4"):
-        with pytest.raises(ConfigError, match=r"num is .*; it takes a whole number of prompts, 1 or more"):
-            show_completions(make_evaluation(make_sample("q")), num=num)

@@ -22,7 +22,7 @@ JUPYTER = PYTHON.with_name("jupyter")
 LIMIT_S = 120
 MARK = "RLOO_KIT_TEST_RUN"
 # nbclient gives a cell's output 4 s to follow its reply; on a machine that is busy elsewhere 30 MB do not make it. A
-# kernel may find one of Jupyter's ports taken by the time it listens (rloo_kit/notebook/papermill.py chooses its own).
+# kernel may find one of Jupyter's ports taken by the time it listens.
 UPSTREAM_FAULTS = ("Timeout waiting for IOPub output", "ZMQError: Address already in use")
 ATTEMPTS = 3
 

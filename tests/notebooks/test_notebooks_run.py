@@ -123,6 +123,7 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
     assert found, asked
     assert any(f"\n{found.groups()[-1]}<" in sample["prompt"] for sample in before["samples"])
     assert re.match("(learnt|no evidence|no signal|broken|gamed): ", text_of(output, "kit.judge_run("))
+    check_text(output, done.log)
     if name == "arithmetic_thinking":
         earlier = rows(folder / "small" / "metrics.jsonl")
         done = papermill(start, name, output, **parameters | {"resume": True, "max_steps": 5})
@@ -130,6 +131,18 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
         check_folder(folder / "small", steps=5)
         assert rows(folder / "small" / "metrics.jsonl")[:3] == earlier
         assert "from step 3" in text_of(output, "kit.train(")
+
+
+def check_text(output: Path, log: str) -> None:
+    """Whole lines on stdout alone: a redrawn bar is a carriage return each tenth of a second in the log, and frozen at
+    0 % in the notebook; stderr is shown as an error."""
+    cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    streams = [one for cell in cells for one in cell.get("outputs", ()) if one["output_type"] == "stream"]
+    text = log + "".join("".join(one["text"]) for one in streams)
+    assert {one["name"] for one in streams} == {"stdout"} and "\r" not in text and "\x1b" not in text
+    assert "HTML object" not in log and not re.search(r"(?<![\d.])0%\|", text)
+    steps = [line for line in text_of(output, "kit.train(").splitlines() if line.startswith("step 3/3 | reward ")]
+    assert steps and re.search(r"\| \d+ tok/s \| eta 0:\d\d", steps[0])
 
 
 def check_group(table: str) -> None:

@@ -79,12 +79,12 @@ def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
 
 @pytest.mark.slow
 def test_a_batch_is_started_there_too(started: Path) -> None:
-    """Its notebooks ran in the folder of the batch file's project; `config` is looked up next to that file as well."""
-    values = {"notebook": "x.ipynb", "output_dir": "found", "runs": [{"name": "one"}]}
+    """Its notebooks ran in the folder of the batch file's project."""
+    values = {"notebook": "x.ipynb", "output_dir": "found", "runs": [{}]}
     file = started / "clone" / "notebooks" / "b.yaml"
     file.write_text(yaml.safe_dump(values))
     call([PYTHON, "-m", "rloo_kit.cli", "batch", "clone/notebooks/b.yaml"], started)
-    check(text_of(started / "found" / "b" / "one" / "notebook.ipynb"), started, "found/b/one/mine")
+    check(text_of(started / "found" / "b" / "x" / "notebook.ipynb"), started, "found/b/x/mine")
 
 
 @pytest.mark.slow
