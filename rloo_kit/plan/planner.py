@@ -95,7 +95,7 @@ def _read_model(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool
     targets: Iterable[str] = ()
     reference = "model"
     if model.lora is not None:
-        every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
+        every = [name.rpartition(".")[2] for name in shape.matrices]
         rank, targets, is_continued = model.lora.r, model.lora.target_modules or every, model.adapter is not None
         settings = read_adapter(model.adapter or model.name)
         if isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list):
@@ -135,7 +135,7 @@ def _read_rloo(run: RunConfig, machine: Machine) -> dict[str, Any]:
 def _read_engine(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool, engine: str) -> dict[str, Any]:
     """The engine, and the keys of vLLM."""
     if engine == "auto":
-        engine = "generate" if shape.delta or (fused and not shape.has_kernels) else "native"
+        engine = "generate" if shape.is_hybrid or (fused and not shape.has_kernels) else "native"
     vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
     return {
         "engine": engine,

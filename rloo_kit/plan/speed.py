@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token, state_bytes
+from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.processes import count_processes
 
@@ -122,7 +122,7 @@ def token_step_s(work: Workload, rows: int, share: float, gpu: GpuSpeed) -> floa
         moved += 2 * shape.body_weights * work.compute_bytes  # unpacked: written in 16 bit and read again
     # Half of a row's final length; in `generate` finished rows stay until the longest ends.
     context = PROMPT_SHARE * work.prompt_tokens + work.completion_tokens * (1 if is_generate else share) / 2
-    moved += rows * (context * cache_bytes_per_token(work) + 2 * state_bytes(work))
+    moved += rows * context * cache_bytes_per_token(work)
     fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if is_generate else 0.0)
     return moved / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9) + fixed_s
 
