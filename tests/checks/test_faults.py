@@ -98,31 +98,21 @@ def test_rows_that_no_code_can_pass_are_counted_by_reason(place: Path) -> None:
         assert all(re.search(r"\(first: .*code.jsonl, line [1-6]\): .*rewards.0.params", one) for one in about)
 
 
-def test_a_first_row_that_cannot_be_judged_keeps_no_run_from_starting(place: Path) -> None:
-    """The rewards are tried on a row of the data: on one that none of them scores, the run was refused."""
-    code_faults(place, lambda n: "import pandas\nassert f(1)" if n % 8 else "assert f(1)", "data.test_size=0.5")
-    found = find_faults(load_config(place / "run.yaml", *CODE, "data.test_size=0.5"))
+def test_code_that_cannot_be_judged(place: Path) -> None:
+    """A run would train on the other rows alone, without a word; a whole data set of them, on nothing. Rewards are
+    tried on a row that can be judged. Rows without tests, of another reward, or with a function's name are no fault."""
+    half = "data.test_size=0.5"
+    code_faults(place, lambda n: "import pandas\nassert f(1)" if n % 8 else "assert f(1)", half)
+    found = find_faults(load_config(place / "run.yaml", *CODE, half))
     assert [one.level for one in found if "code_reward" in str(one)].count("error") == 0, list(map(str, found))
-    assert sum("are not scored by code_reward" in str(one) for one in found) == 2
-
-
-def test_a_form_that_is_not_read_keeps_a_run_from_starting(place: Path) -> None:
-    """A run would train on the other rows alone, without a word; a whole data set of them, on nothing."""
-    found = code_faults(place, lambda n: [["1", "2"]] if n == 3 else "assert f(1)", "data.test_size=0.5")
-    assert [one.level for one in found] == ["error"]
-    assert "1 of 20 " in found[0].text and "code.jsonl, line 4" in found[0].text
-    assert "a list that holds ['1', '2']" in found[0].text and "{input, output, testtype}" in found[0].text
-    assert code_faults(place, lambda n: "f(1)", "data.test_size=0.5")[0].level == "error", "no row is left"
-
-
-def test_tests_that_are_read_are_no_fault(place: Path) -> None:
-    """Rows without tests, rows of another reward, and the columns that name a row's function."""
+    (fault,) = code_faults(place, lambda n: [["1", "2"]] if n == 3 else "assert f(1)", half)
+    assert fault.level == "error" and "1 of 20 " in fault.text and "code.jsonl, line 4" in fault.text
+    assert "a list that holds ['1', '2']" in fault.text and "{input, output, testtype}" in fault.text
+    assert code_faults(place, lambda n: "f(1)", half)[0].level == "error", "no row is left"
     called = [{"input": "1", "output": "2", "testtype": "functional"}]
     assert code_faults(place, lambda n: called if n % 2 else None, metadata=lambda n: '{"func_name": "f"}') == []
     names = {"rewards": lambda n: "longest" if n % 2 else "code_reward"}
     assert code_faults(place, lambda n: "f(1)" if n % 2 else "assert f(1)", **names) == []
-    named = code_faults(place, lambda n: "f(1)", "rewards.0.params={tests_column: unit}", unit=lambda n: "assert f(1)")
-    assert named == []
     code_faults(place, lambda n: f"assert f({n}) == 1")
     found = find_faults(load_config(place / "run.yaml", "data.source=code.jsonl", "rewards=[{name: code_reward}]"))
     assert not [one for one in found if "teaches nothing" in str(one)], "no made-up answer has to be right code"
