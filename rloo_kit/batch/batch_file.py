@@ -9,8 +9,10 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import warnings
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from rloo_kit.checks.faults import find_faults
-from rloo_kit.config.run import load_config
+from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.config.section import Section, apply_override, explain_errors, suggest
 from rloo_kit.config.yaml_files import read_file
 from rloo_kit.errors import ConfigError, excerpt
@@ -203,9 +205,11 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
     problems += _find_duplicates(runs)
     having: dict[str, str] = {}  # each fault of the parameters, with the first run that has it
     looked: dict[str, list[str]] = {}
-    for run in [] if problems else runs:
-        for problem in _check_parameters(run, looked):
-            having.setdefault(problem, run.name)
+    # The checks load torch, which the batch itself must not hold for hours.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
+        for run in [] if problems else runs:
+            for problem in _check_parameters(run, checker, looked):
+                having.setdefault(problem, run.name)
     problems += [f"{name}: {problem}" for problem, name in having.items()]
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in dict.fromkeys(problems)))
@@ -269,9 +273,14 @@ def _find_duplicates(runs: list[BatchRun]) -> list[str]:
     return problems
 
 
-def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
+def _find_errors(config: RunConfig) -> list[str]:
+    return [str(fault) for fault in errors_of(find_faults(config))]
+
+
+def _check_parameters(run: BatchRun, checker: Executor, looked: dict[str, list[str]]) -> list[str]:
     """Faults of a run's parameters: names that the notebook's cell does not know; if it calls `read_parameters`, also
-    values that it or the configuration refuses, and faults of model, data and rewards, which `looked` caches."""
+    values that it or the configuration refuses, and faults of model, data and rewards, found by the process `checker`
+    and cached in `looked`."""
     notebook = run.notebook
     if run.parameters and notebook.cell is None:
         return [f"{notebook.path} has no cell tagged {TAG}, so it takes no parameters"]
@@ -290,7 +299,7 @@ def _check_parameters(run: BatchRun, looked: dict[str, list[str]]) -> list[str]:
             config = load_config(parameters.config, *parameters.overrides)
             key = repr([config.model, config.data, config.rewards])
             if key not in looked:
-                looked[key] = [str(fault) for fault in errors_of(find_faults(config))]
+                looked[key] = checker.submit(_find_errors, config).result()
             return looked[key]
     except ConfigError as error:
         return re.sub(r" \(In\[\d\]\)", "", str(error)).splitlines()

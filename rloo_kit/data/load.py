@@ -110,7 +110,7 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None, prepared: Data |
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
-    Runs in one process only, and without the stack if `needs_stack` is False."""
+    Runs in one process only."""
     family, thinking = family_of(run, tokenizer)
     schemas = tool_schemas(run)
     sources = [_read_training(run, rows, thinking)]
@@ -134,22 +134,6 @@ def _asked(run: RunConfig, tokenizer: Any) -> str:
 
 
 # ---- the sources of a run
-
-
-def needs_stack(run: RunConfig) -> bool:
-    """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
-    return any(is_for_stack(source, run) for source in (*run.data.all_sources, run.data.test_source) if source)
-
-
-def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
-    """Whether only the stack can read a source, which `key` names."""
-    if source.startswith((EMBEDDED_PREFIX, LIBRARY)) or is_gym(source):
-        return False
-    try:
-        path = find_file(source, run.source, key)
-    except DataError:  # the reader raises the error
-        return False
-    return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
 
 
 def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:

@@ -13,7 +13,7 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
-from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, is_for_stack, read_part, render_row
+from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
@@ -54,12 +54,6 @@ class Demonstrations:
             f"{len(self.examples)} of {self.num_rows} demonstrations, "
             f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
         )
-
-
-def worked_need_stack(run: RunConfig) -> bool:
-    """Whether only the stack can read the demonstrations: Parquet, a folder of save_to_disk, a hub id."""
-    source = run.sft.source or run.data.source
-    return source is not None and is_for_stack(source, run, "sft.source")
 
 
 def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> Demonstrations:

@@ -16,24 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
 from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
 from rloo_kit.data import tasks
-from rloo_kit.data.light_tokenizer import (
-    CHAT_TOKENS,
-    END_OF_TEXT,
-    SPECIAL_TOKENS,
-    TEMPLATES,
-    TOOL_TURNS,
-    TURN_END,
-    check_names,
-    token_ids,
-)
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import ColdStart, find_plan, train_embedded
+from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_names, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.think_tags import THINK_END, THINK_START
@@ -210,30 +199,6 @@ def build(
         _run_cold_start(named, recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
 
     return build_once(target, fill)
-
-
-def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); raises ConfigError for any other.
-
-    `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
-    """
-    check_names(name, vocabulary)
-    tokenizer = Qwen2Tokenizer(
-        vocab=token_ids(vocabulary),
-        merges=[],
-        unk_token=None,
-        eos_token=TURN_END,
-        pad_token=END_OF_TEXT,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-    )
-    for special in (True, False):
-        chosen = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in chosen])
-    tokenizer.chat_template = TEMPLATES[split_model_name(name)[0]]
-    return tokenizer
 
 
 def name_built(folder: str) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import pytest
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
 from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
-from rloo_kit.data.load import load_data, needs_stack, prepare_data
+from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.system.isolation import LateError
@@ -280,7 +280,6 @@ def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer)
     from rloo_kit.data.worked import load_worked
     from rloo_kit.export.formats import hub_id, public_name
 
-    assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))
     assert hub_id(SUMS) is None and public_name(SUMS) == SUMS
     with pytest.raises(ConfigError, match=r"data\.source is reasoning_gym/chain_sum, which has no demonstrations"):
         load_worked(make_run(SUMS, REWARD), tiny_tokenizer, [])

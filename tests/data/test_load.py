@@ -10,9 +10,9 @@ import pytest
 from tokenizers import processors
 
 from rloo_kit.data.chat import prompt_identity
-from rloo_kit.data.light_tokenizer import embedded_tokenizer
 from rloo_kit.data.load import Data, load_data, prepare_data
 from rloo_kit.errors import DataError
+from rloo_kit.models.cold_start import build_tokenizer
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.tools.turns import ToolFormat
 from tests.data.conftest import BOTH, jsonl, plain, rendered
@@ -386,7 +386,7 @@ def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message
     (row,) = load_data(run, tiny_tokenizer, rows=given).train.to_list()
     assert (row["question"], row["user_message"], row["answer"]) == ("Where from?", ASKED, "Norway")
     assert prepare_data(run, tiny_tokenizer, given).train.row(0) == row, "cheap checks and rewards see the same row"
-    form = ToolFormat(embedded_tokenizer("untaught", "compact"))
+    form = ToolFormat(build_tokenizer("untaught"))
     shown = form.observe(row, " (1 of 2)")
     assert shown == row["prompt"].replace(ASKED, f"{ASKED} (1 of 2)") and PASSAGE in shown
     seen = []
