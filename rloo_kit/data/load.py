@@ -16,7 +16,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
-from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
+from rloo_kit.data.chat import family_of, prompt_identity, render_prompt
 from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     GYM_PROMPTS,
@@ -386,7 +386,7 @@ def _as_one_type(source: DataSource, column: str) -> DataSource:
         if not all(isinstance(value, str | Real | Decimal | None) for value in answers):
             raise
     note = f"the answers of {source.name} are not of one type; all are passed on as text ({column})"
-    texts = [value if value is None else _text(value, source.where(row), column) for row, value in enumerate(answers)]
+    texts = [value if value is None else str(value) for value in answers]
     return replace(source, answers=texts, notes=(*source.notes, note))
 
 
@@ -396,24 +396,15 @@ def comparable_text(value: Any, where: str, column: str, after: str | None = Non
     if not is_comparable(value):
         problem = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
         raise DataError(f"{where}: {problem}; it must be text or a number where a reward compares it ({column})")
-    text = _text(value, where, column)
     if after is None:
-        return text
-    _, marker, text = text.rpartition(after)
+        return str(value)
+    _, marker, text = str(value).rpartition(after)
     if not marker:
         key = column.split("answer_column")[0] + "answer_after"
         raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
     if not text.strip():
         raise DataError(f"{where}: the answer is empty ({column})")
     return text.strip()
-
-
-def _text(value: Any, where: str, column: str) -> str:
-    try:
-        text = str(value)
-    except ValueError:  # Python converts no number of more than 4300 digits to text
-        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    return refuse_surrogates(text, f"{where}: the answer")
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
@@ -450,8 +441,10 @@ def render_row(
     the `key` of the prompt column if it cannot be rendered."""
     try:
         options = run.model.enable_thinking, run.data.system_prompt, tools
-        return render_prompt(tokenizer, source.prompts[row], family, *options)
-    except DataError as error:
+        text = render_prompt(tokenizer, source.prompts[row], family, *options)
+        text.encode()  # no tokenizer accepts half of a UTF-16 pair, which JSON can contain ("\\ud83d")
+        return text
+    except (DataError, UnicodeEncodeError) as error:
         default = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
         raise DataError(f"{source.where(row)}: {error} ({key or default})") from error
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from rloo_kit import _stack
 from rloo_kit.completion import ADDED_COLUMNS
 from rloo_kit.config.checks import FILE_KINDS
-from rloo_kit.data.chat import parse_conversation, refuse_surrogates
+from rloo_kit.data.chat import parse_conversation
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.system.input_files import DEEPEST, is_deep, looked_for, places_of
 
@@ -288,7 +288,6 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
             if not isinstance(key, str):
                 problem = f"the column name {excerpt(key)} is a {type(key).__name__}"
                 raise DataError(f"{name}, {place}: {problem}; write it as text")
-            refuse_surrogates(key, f"{name}, {place}: the column name")
         _require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
     taken, notes = _taken_columns(name, names, columns)

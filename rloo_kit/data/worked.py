@@ -11,7 +11,7 @@ from typing import Any
 
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
+from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, template_options
 from rloo_kit.data.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
@@ -182,7 +182,7 @@ class _Writer:
                 if (name := message.get("name")) not in (None, turn["name"]):
                     raise DataError(f"{place} is a result of {excerpt(name)}, and the call is {turn['name']}")
             if isinstance(message.get("reasoning_content"), str):
-                turn["reasoning_content"] = refuse_surrogates(message["reasoning_content"], place)
+                turn["reasoning_content"] = message["reasoning_content"]
             if message.get("tool_calls"):
                 turn["tool_calls"] = [self._read_call(call, place) for call in message["tool_calls"]]
                 open_calls = [call["function"]["name"] for call in turn["tool_calls"]]
@@ -273,4 +273,4 @@ def _text(value: Any, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise DataError(f"{where} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
-    return refuse_surrogates(value, where)
+    return value
