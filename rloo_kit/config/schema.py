@@ -197,7 +197,6 @@ class DataSection(Section):
     max_prompt_length: Count = key(
         512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "drop or refuse longer prompts")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property

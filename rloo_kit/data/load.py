@@ -466,11 +466,9 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
         f"{len(texts) - len(fitting)} of {len(texts)} prompts are longer than data.max_prompt_length={limit} tokens; "
         f"the longest has {lengths[longest]} ({source.where(longest)})"
     )
-    if run.data.too_long == "refuse":
-        raise DataError(f"{problem}. Raise data.max_prompt_length, or set data.too_long: drop to leave them out")
     if not fitting:
         raise DataError(f"{problem}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
-    notes.append(f"{problem}. They are dropped (data.too_long: drop)")
+    notes.append(f"{problem}. They are dropped")
     return fitting
 
 
@@ -503,16 +501,10 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
         return train, [groups[key][0] for key in held_out]
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
-        ways = [f"lower data.test_size to at most {len(groups) - 1}"] if len(groups) > 1 else []
-        ways.append("set data.test_source to hold out prompts of another file")
-        if side.source.rows_left:
-            ways.append("raise data.num_prompts, which left rows out")
-        if dropped := len(side.texts) - len(side.rows):
-            ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
-        fix = " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
         raise DataError(
             f"{side.source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of "
-            f"them: none is left to train on. {fix[0].upper()}{fix[1:]}"
+            "them: none is left to train on. Lower data.test_size, set data.test_source to hold out prompts of another "
+            "file, or raise data.num_prompts or data.max_prompt_length if they left prompts out"
         )
     held_out = keys[:wanted]
     if repeats:

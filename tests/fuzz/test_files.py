@@ -195,7 +195,6 @@ options = st.fixed_dictionaries(
         "answer_column": st.sampled_from(["x", "prompt", "level"]),
         "answer_after": st.sampled_from(["####", "x", " "]),
         "system_prompt": st.sampled_from(["Be brief.", "<think>", "<|im_end|>", "\ud83d"]),
-        "too_long": st.just("refuse"),
     },
 )
 files = st.one_of(
