@@ -171,16 +171,14 @@ class DataSection(Section):
 
     prefix: ClassVar[str] = "data."
     source: Named | None = key(
-        None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet file, or a folder of "
-        "save_to_disk; required without sources",
+        None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, or a .jsonl, .csv or .parquet file; "
+        "required without sources",
     )  # fmt: skip
     sources: list[SourceSection] | None = key(None, "a mix instead of source; see below", min_length=1)
     subset: str | None = key(None, "hub only: the configuration, such as main for gsm8k")
-    split: str = key("train", "the split to read (hub, save_to_disk)")
+    split: str = key("train", "the split to read (hub)")
     test_source: Named | None = key(None, "source of the held-out prompts; null: source")
-    test_split: str | None = key(
-        None, "the held-out split (hub, save_to_disk); null: test if test_source is set", min_length=1
-    )
+    test_split: str | None = key(None, "the held-out split (hub); null: test if test_source is set", min_length=1)
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(

@@ -130,20 +130,17 @@ def render_prompt(
     system_prompt: str | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text that the model reads for one prompt, including the generation prompt.
+    """The text that the model reads for one prompt, including the generation prompt: `tokenizer(text)`, with its
+    defaults, turns it into the template's own ids, with at most one BOS.
 
     Args:
         prompt: a text, or messages `{"role", "content"}`, the last one not the assistant's.
         family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
         system_prompt: prepended unless the prompt has a system message. tools: schemas of what the model may call.
 
-    Returns:
-        Text that `tokenizer(text)`, with its defaults, turns into the template's own ids, with at most one BOS.
-
-    Raises:
-        DataError: the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
-            applied already) or thinking tags outside an assistant's turn, cannot be rendered by the template, or one of
-            its messages switches the thinking on or off against the run.
+    Raises DataError if the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
+    applied already) or thinking tags outside an assistant's turn, cannot be rendered by the template, or if one of its
+    messages switches the thinking on or off against the run.
     """
     if isinstance(prompt, str) and not prompt.strip():
         raise DataError("the prompt is empty")

@@ -45,8 +45,7 @@ INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one
 def check_task(task: str, key: str) -> None:
     """Raise DataError for a task that does not exist or is refused; `key` names it in the configuration."""
     if task not in SOUND:
-        nearest = difflib.get_close_matches(task, SOUND, n=3, cutoff=0.4)
-        near = f"the nearest: {', '.join(nearest)}" if nearest else f"there are {', '.join(SOUND)}"
+        near = f"the nearest: {', '.join(difflib.get_close_matches(task, SOUND, n=3, cutoff=0.0))}"
         if why := REFUSED.get(task):
             raise DataError(f"{key}: {GYM_PREFIX}{task} is refused: {why}. docs/data.md lists the tasks; {near}")
         raise DataError(f"{key}: reasoning-gym has no task '{task}'; {near}. docs/data.md lists those refused")

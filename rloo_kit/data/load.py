@@ -27,7 +27,6 @@ from rloo_kit.data.sources import (
     find_file,
     is_plain,
     read_data_file,
-    read_folder,
     read_given_rows,
     read_hub,
     to_dataset,
@@ -47,12 +46,11 @@ class Data:
     """The prompts of a run.
 
     Attributes:
-        train: datasets.Dataset with `prompt` (rendered text), `answer` (if the source has answers; None for a row
-            without one; see `decide_answers`), `question` (the user's last message; `user_message` if the source has a
-            column `question`), other columns. Of `prepare_data`: a `Side`.
-        test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
-        dropped: prompts left out because they were too long.
-        notes: what was left out or replaced, in sentences.
+        train: datasets.Dataset with `prompt` (rendered text), `answer` (`decide_answers`; None for a row without one),
+            `question` (the user's last message; `user_message` if that is a column of the source), other columns. Of
+            `prepare_data`: a `Side`.
+        test: the same; its prompts are distinct, and none is in `train`.
+        dropped: how many prompts were too long. notes: what was left out or replaced, in sentences.
         made_for: the configuration and the chat template of `prepare_data`.
     """
 
@@ -85,14 +83,9 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None, prepared: Data |
     """The training and test prompts of a run.
 
     Args:
-        run: reads `data`, `model.name`, `model.family`, `model.enable_thinking`, and names and weights in `rewards`.
-        tokenizer: the policy's.
         rows: prompts in Python instead of `data.source`: a list of dicts or of bare prompts, or a `datasets.Dataset`,
             with the column names of `data`.
         prepared: what `check` returned; used if it was made for this run and this chat template.
-
-    Returns:
-        `Data`; the same for the same seed and source.
 
     Raises:
         DataError: a source, row or column that cannot be used, with file and line; nothing left to train on.
@@ -256,8 +249,6 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part)
-    if path.is_dir():
-        return read_folder(path, part)
     return read_data_file(path, part.columns)
 
 

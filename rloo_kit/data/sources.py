@@ -1,5 +1,7 @@
-"""Rows as they are read: from JSONL, CSV or a list in Python without the stack; from Parquet, folders and the hub with
-it. Each row keeps its line for error messages."""
+"""Rows as they are read: from JSONL, CSV or a list in Python without the stack; from Parquet and the hub with it.
+
+Each row keeps its line for error messages.
+"""
 
 import csv
 import json
@@ -145,20 +147,16 @@ def _last_question(prompt: Any) -> str | None:
 
 
 def find_file(source: str, config_file: Path | None = None, key: str = "data.source") -> Path | None:
-    """The file or the folder of `save_to_disk` that `source` names (`places_of`, then the config's folder); None if it
-    is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is of another kind."""
+    """The file that `source` names (`places_of`, then the config's folder); None if it is a hub id. Raises DataError,
+    with `key`, if it looks like a path and does not exist, or is of another kind."""
     places = places_of(source, key, config_file and config_file.parent)
     for candidate in places:
         if not os.path.exists(candidate):
             continue
         if candidate.is_dir():
-            files = ("dataset_dict.json", "state.json", "dataset_info.json")
-            of_splits, *of_one = ((candidate / name).is_file() for name in files)
-            if of_splits or all(of_one):
-                return candidate
             raise DataError(
-                f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}), or a folder that "
-                "save_to_disk of a datasets.Dataset or DatasetDict wrote"
+                f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}). One that save_to_disk "
+                "wrote becomes a file with datasets.load_from_disk(folder)['train'].to_parquet('rows.parquet')"
             )
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
@@ -359,27 +357,6 @@ def _from_arrow(table: Any, name: str, columns: Columns) -> DataSource:
     except ValueError as error:  # a type that `datasets` has not
         raise DataError(f"{name}: {error} Convert or remove the columns of that type") from error
     return _from_dataset(rows, name, columns)
-
-
-def read_folder(folder: Path, part: Part) -> DataSource:
-    """The rows of a folder of `save_to_disk`: of the part's split, if it has splits. Raises DataError for a split that
-    is not there, or a damaged folder."""
-    datasets = _stack.load_stack().datasets
-    try:
-        stored = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the libraries that read it share no base class of errors
-        raise DataError(
-            f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
-        ) from error
-    if not isinstance(stored, datasets.DatasetDict):
-        if (key := part.split_key) == "data.test_split" and part.split is not None:
-            raise DataError(f"{key} is {part.split!r}, but {folder} was saved without splits; remove {key}")
-        return _from_dataset(stored, str(folder), part.columns)
-    split = part.split or "test"
-    if split not in stored:
-        found = ", ".join(stored) or "none"
-        raise DataError(f"{folder} has no split {split!r}; set {part.split_key} to one of {found}")
-    return _from_dataset(stored[split], f"{folder} ({split})", part.columns)
 
 
 def read_hub(part: Part) -> DataSource:

@@ -57,16 +57,9 @@ class Demonstrations:
 
 
 def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> Demonstrations:
-    """The demonstrations of `run.sft`.
-
-    Args:
-        tokenizer: the policy's. held_out: rendered prompts of the evaluation; their rows are left out.
-        rows: demonstrations in Python instead of `sft.source`, as in `load_data`, with the column names of `sft`.
-
-    Raises:
-        DataError: a source, row or column that cannot be used, with its place; nothing left to train on.
-        ConfigError: `sft.thinking_column` for a model that does not think; no source.
-    """
+    """The demonstrations of `run.sft`, or `rows` as in `load_data`, without those whose rendered prompts are `held_out`
+    for the evaluation. Raises DataError for a source, row or column that cannot be used, with its place, and if nothing
+    is left to train on; ConfigError for `sft.thinking_column` of a model that does not think, and without a source."""
     family, thinking = family_of(run, tokenizer)
     if run.sft.thinking_column is not None and not thinking:
         raise ConfigError(

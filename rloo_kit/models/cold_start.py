@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -73,12 +73,6 @@ IGNORED = -100  # target of a position without loss
 SECONDS_BETWEEN_REPORTS = 10.0
 
 
-def byte_symbols() -> list[str]:
-    """The 256 printable characters that stand for bytes in a byte-level BPE, sorted; the index is the id in Qwen3."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
-
-
 def check_names(name: str, vocabulary: str) -> None:
     """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
     if problem := find_embedded_problem(name):
@@ -90,7 +84,7 @@ def check_names(name: str, vocabulary: str) -> None:
 def token_ids(vocabulary: str) -> dict[str, int]:
     """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
     `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
-    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
+    ids = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     if vocabulary == "compact":
         return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
     taken = set(QWEN3_IDS.values())

