@@ -232,7 +232,7 @@ def config(file: ConfigFile, overrides: Overrides = None) -> None:
     print(run.to_yaml(), end="", flush=True)
     from rloo_kit.checks.faults import find_faults
 
-    for fault in find_faults(run):
+    for fault in find_faults(run, prompts=False):
         print(f"rloo-kit: warning: {fault}", file=sys.stderr)
 
 

@@ -45,7 +45,6 @@ def test_light_commands_load_no_torch(config_file):
     its runs: it must not hold a GPU or a gigabyte."""
     lines = {"--help": 0, "train --help": 0, "init --yes": 2, "--version": 0, f"config {config_file}": 0}
     lines |= {f"plan {config_file}": 0, "batch nowhere.yaml": 125}
-    lines |= {f"sft {config_file} sft.completion_column=solution": 2}
     code = f"""
 import sys
 from rloo_kit.cli import app

@@ -8,8 +8,10 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +144,10 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
         if run_name in runs:
             raise ConfigError(f"{path}: two runs are {run_name}; remove one")
         runs[run_name] = {**file.parameters, **own}
-    if faults := _find_faults(notebook, runs):
+    # The checks load torch, which the batch itself must not hold for hours.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
+        faults = checker.submit(_find_faults, notebook, runs).result()
+    if faults:
         raise ConfigError("\n".join(f"{path}: {fault}" for fault in faults))
     return Batch(name, folder, notebook, runs)
 

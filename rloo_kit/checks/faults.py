@@ -8,12 +8,12 @@ from typing import Any
 
 from rloo_kit._stack import load_stack, setup_environment
 from rloo_kit.checks.rewards import check_row_rewards, find_code_faults, find_judge_faults, find_reward_faults
+from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, family_of, template_options
-from rloo_kit.data.light_tokenizer import find_tokenizer
-from rloo_kit.data.load import Data, needs_stack, prepare_data
-from rloo_kit.data.worked import load_worked, worked_need_stack
-from rloo_kit.errors import ConfigError
+from rloo_kit.data.load import Data, prepare_data
+from rloo_kit.data.worked import load_worked
+from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.runs.folder import RunDir
@@ -37,11 +37,9 @@ class FolderUse:
 def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False) -> Data | None:
     """Check a run before its weights are loaded, and print the warnings. With several processes only the main one does.
 
-    Without the stack if it can; else it loads the stack, and the tokenizer if that is not on this machine yet.
-
     Args:
         folder: how the run's folder will be opened; None skips the check that it is free.
-        worked: check the demonstrations of `sft` too; those that only the stack can read are left to `fine_tune`.
+        worked: check the demonstrations of `sft` too.
 
     Returns:
         The run's prompts for `load_data`, so that they are prepared once; None if they could not be read.
@@ -53,35 +51,30 @@ def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False)
     run.check()
     if not is_main_process():
         return None
-    faults, prepared = _examine(run, None, folder, worked)
+    faults, prepared = _examine(run, load_tokenizer(run), folder, worked)
     raise_errors(faults)
-    if prepared is None and (tokenizer := _load_tokenizer(run)) is not None:
-        faults, prepared = _examine(run, tokenizer)
-        raise_errors(faults)
     return prepared
 
 
-def find_faults(run: RunConfig, folder: FolderUse | None = None) -> list[Problem]:
-    """Every problem that `check` finds without the stack; `folder`: None skips the check that it is free."""
-    return _examine(run, None, folder)[0]
+def find_faults(run: RunConfig, folder: FolderUse | None = None, prompts: bool = True) -> list[Problem]:
+    """Every problem that `check` finds; without `prompts` and what is rendered of them, and so without the stack.
+    `folder`: None skips the check that it is free."""
+    return _examine(run, load_tokenizer(run) if prompts else None, folder)[0]
 
 
 def _examine(
     run: RunConfig, tokenizer: Any | None, folder: FolderUse | None = None, worked: bool = False
 ) -> tuple[list[Problem], Data | None]:
-    """The problems, and the prompts; None if they could not be read, without a `tokenizer` by the light one alone."""
+    """The problems, and the prompts; None if they could not be read, or there is no tokenizer."""
     faults = find_machine_faults(run)
-    loaded, prepared = tokenizer is not None, None
-    with catching("row", faults):
-        tokenizer = tokenizer or find_tokenizer(run)
-    row, held_out, thinking = None, None, True
+    prepared, row, held_out, thinking = None, None, None, True
     if tokenizer is not None:
         with catching("row", faults):
             family, thinking = family_of(run, tokenizer)
             check_budget(run, family)
     unusable = errors_of(found := find_tool_faults(run, tokenizer, thinking))
     faults += found
-    if tokenizer is not None and (loaded or not needs_stack(run)):
+    if tokenizer is not None:
         plain = {"rloo": run.rloo.model_copy(update={"tools": [], "environment": None})} if unusable else {}
         with catching("data", faults):
             prepared = prepare_data(run.model_copy(update=plain), tokenizer)
@@ -103,7 +96,7 @@ def _examine(
         fix = f"set it to one of {', '.join(known)}"
         faults.append(Problem("rewards", f"eval.measure is {run.eval.measure}", fix, level=level))
     faults += find_place_faults(run, folder)
-    if worked and prepared is not None and not worked_need_stack(run) and not any(one.name == "data" for one in faults):
+    if worked and prepared is not None and not any(one.name == "data" for one in faults):
         with catching("data", faults):
             load_worked(run, tokenizer, [prepared.test.texts[row] for row in prepared.test.rows])
     return faults, prepared
@@ -168,12 +161,17 @@ def find_place_faults(run: RunConfig, folder: FolderUse | None = None) -> list[P
     return faults
 
 
-def _load_tokenizer(run: RunConfig) -> Any | None:
-    """The tokenizer alone, downloaded if need be; None if it cannot be loaded, which `load_policy` reports."""
+def load_tokenizer(run: RunConfig) -> Any | None:
+    """The policy's tokenizer without its model, downloaded if need be; None if it cannot be loaded, which
+    `load_policy` reports. Raises ConfigError if there is no such embedded model."""
     setup_environment(run.model.backend)
     transformers = load_stack().transformers
+    if run.model.is_embedded:
+        from rloo_kit.models.cold_start import build_tokenizer
+
+        return build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX), run.model.vocabulary)
     from rloo_kit.models.source import find_source
 
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, BackendError):
         return transformers.AutoTokenizer.from_pretrained(find_source(run).base)
     return None

@@ -157,8 +157,7 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, JsonValue] | None = key(None, "null, without curriculum_level: data.options")
-    curriculum_level: int | None = key(None, "null, without options: data.curriculum_level", ge=0)
+    options: dict[str, JsonValue] | None = key(None, "null: data.options")
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
@@ -172,26 +171,20 @@ class DataSection(Section):
 
     prefix: ClassVar[str] = "data."
     source: Named | None = key(
-        None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, a .jsonl, .csv or .parquet file, or a folder of "
-        "save_to_disk; required without sources",
+        None, "embedded/FAMILY, reasoning_gym/TASK, a hub id, or a .jsonl, .csv or .parquet file; "
+        "required without sources",
     )  # fmt: skip
     sources: list[SourceSection] | None = key(None, "a mix instead of source; see below", min_length=1)
     subset: str | None = key(None, "hub only: the configuration, such as main for gsm8k")
-    split: str = key("train", "the split to read (hub, save_to_disk)")
+    split: str = key("train", "the split to read (hub)")
     test_source: Named | None = key(None, "source of the held-out prompts; null: source")
-    test_split: str | None = key(
-        None, "the held-out split (hub, save_to_disk); null: test if test_source is set", min_length=1
-    )
+    test_split: str | None = key(None, "the held-out split (hub); null: test if test_source is set", min_length=1)
     prompt_column: str = key("prompt", "column with the prompt, text or messages", min_length=1)
     answer_column: str = key("answer", "column with the gold answer", min_length=1)
     answer_after: str | None = key(
         None, "the gold answer is the text after the last such marker, such as ####", min_length=1
     )
     options: dict[str, JsonValue] | None = key(None, "reasoning_gym only: the task's options, such as {min_terms: 2}")
-    curriculum_level: int | None = key(
-        None, "reasoning_gym only: level of the curriculum, 0 the easiest; null: the library's defaults",
-        ge=0,
-    )  # fmt: skip
     system_prompt: str | None = key(None, "system message of every prompt that has none")
     num_prompts: Count | None = key(
         None, "most prompts to read, held-out ones included unless read separately; null: all"
@@ -202,7 +195,6 @@ class DataSection(Section):
     max_prompt_length: Count = key(
         512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "drop or refuse longer prompts")
     seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property

@@ -59,7 +59,7 @@ class RewardModelSection(Section):
     prefix: ClassVar[str] = "reward_model."
     source: Named = Field(description="source of the pairs, as data.source")
     subset: str | None = key(None, "hub only")
-    split: str = key("train", "the split to read (hub, save_to_disk)")
+    split: str = key("train", "the split to read (hub)")
     prompt_column: str | None = key(
         None, "null: data.prompt_column; the same as chosen_column if both columns have whole conversations",
         min_length=1,

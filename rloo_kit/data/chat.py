@@ -9,7 +9,6 @@ import ast
 import json
 import re
 import unicodedata
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -131,21 +130,20 @@ def render_prompt(
     system_prompt: str | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """The text that the model reads for one prompt, including the generation prompt.
+    """The text that the model reads for one prompt, including the generation prompt: `tokenizer(text)`, with its
+    defaults, turns it into the template's own ids, with at most one BOS.
 
     Args:
         prompt: a text, or messages `{"role", "content"}`, the last one not the assistant's.
         family: one of `FAMILIES`. enable_thinking: for `hybrid` only; None for the template's default.
         system_prompt: prepended unless the prompt has a system message. tools: schemas of what the model may call.
 
-    Returns:
-        Text that `tokenizer(text)`, with its defaults, turns into the template's own ids, with at most one BOS.
-
-    Raises:
-        DataError: the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
-            applied already) or thinking tags outside an assistant's turn, cannot be rendered by the template, or one of
-            its messages switches the thinking on or off against the run.
+    Raises DataError if the prompt is empty or of another type, contains the tokenizer's control tokens (a template was
+    applied already) or thinking tags outside an assistant's turn, cannot be rendered by the template, or if one of its
+    messages switches the thinking on or off against the run.
     """
+    if isinstance(prompt, str) and not prompt.strip():
+        raise DataError("the prompt is empty")
     if family == "plain":
         if system_prompt:
             raise ConfigError(
@@ -157,7 +155,7 @@ def render_prompt(
                 f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat "
                 "template: give the prompt as text, or use a model with a chat template"
             )
-        return _without_bos(tokenizer, _non_empty(prompt, "the prompt"))
+        return _without_bos(tokenizer, prompt)
     messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -211,7 +209,7 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         if _TALK.fullmatch(prompt.strip()):
             problem = "the prompt is a conversation as text that is neither JSON nor Python"
             raise DataError(f"{problem}; write that column with json.dumps")
-        prompt = [{"role": "user", "content": _non_empty(prompt, "the prompt")}]
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
             f"the prompt is {'an empty list' if prompt == [] else f'of type {type(prompt).__name__}'}; it must be "
@@ -228,10 +226,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         if not isinstance(content, str):
             problem = f"a content of type {type(content).__name__}"
             raise DataError(f"message {number} of the prompt has {problem}; it must be text")
-        _non_empty(content, f"message {number} of the prompt")
-        for key, value in message.items():  # a template may use any of them
-            if isinstance(value, str):
-                refuse_surrogates(value, f"{key!r} in message {number} of the prompt")
+        if not content.strip():
+            raise DataError(f"message {number} of the prompt is empty")
         messages.append({key: value for key, value in message.items() if value is not None})  # Arrow fills absent keys
     if messages[-1]["role"] == "assistant":
         raise DataError(
@@ -239,25 +235,8 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
             "(and keep it in the answer column if it is the gold answer)"
         )
     if system_prompt and messages[0]["role"] != "system":
-        refuse_surrogates(system_prompt, "data.system_prompt")
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
-
-
-def _non_empty(text: str, what: str) -> str:
-    if not text.strip():
-        raise DataError(f"{what} is empty")
-    return refuse_surrogates(text, what)
-
-
-def refuse_surrogates(text: str, what: str) -> str:
-    """The text; refuses half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start].encode("unicode_escape").decode()
-        raise DataError(f"{what} contains {half} at character {error.start}, half of a surrogate pair") from error
-    return text
 
 
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
@@ -268,7 +247,9 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
     tags = [text for text, _ in added if text in THINK_TAGS]
     for message in messages:
         role = message["role"]
-        for key, text in _texts_of(message):
+        for key, text in message.items():
+            if not isinstance(text, str):
+                continue
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
@@ -283,19 +264,6 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
                         "model's own thinking. Remove it, or rewrite it (think tag); only an assistant's turn "
                         f"may contain thinking, before its answer: {THINK_START}...{THINK_END}answer"
                     )
-
-
-def _texts_of(message: Message) -> Iterator[tuple[str, str]]:
-    """Every text of a message that a template may render, with the key of the message that it is in."""
-    for key, value in message.items():
-        left, seen = [value], set()
-        while left:
-            item = left.pop()
-            if isinstance(item, str):
-                yield str(key), item
-            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-                seen.add(id(item))
-                left.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
 
 
 def _without_bos(tokenizer: Any, text: str) -> str:

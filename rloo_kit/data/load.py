@@ -16,7 +16,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
-from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
+from rloo_kit.data.chat import family_of, prompt_identity, render_prompt
 from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     GYM_PROMPTS,
@@ -27,7 +27,6 @@ from rloo_kit.data.sources import (
     find_file,
     is_plain,
     read_data_file,
-    read_folder,
     read_given_rows,
     read_hub,
     to_dataset,
@@ -47,12 +46,11 @@ class Data:
     """The prompts of a run.
 
     Attributes:
-        train: datasets.Dataset with `prompt` (rendered text), `answer` (if the source has answers; None for a row
-            without one; see `decide_answers`), `question` (the user's last message; `user_message` if the source has a
-            column `question`), other columns. Of `prepare_data`: a `Side`.
-        test: the same, with its source's columns; its prompts are distinct, and none is in `train`.
-        dropped: prompts left out because they were too long.
-        notes: what was left out or replaced, in sentences.
+        train: datasets.Dataset with `prompt` (rendered text), `answer` (`decide_answers`; None for a row without one),
+            `question` (the user's last message; `user_message` if that is a column of the source), other columns. Of
+            `prepare_data`: a `Side`.
+        test: the same; its prompts are distinct, and none is in `train`.
+        dropped: how many prompts were too long. notes: what was left out or replaced, in sentences.
         made_for: the configuration and the chat template of `prepare_data`.
     """
 
@@ -85,14 +83,9 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None, prepared: Data |
     """The training and test prompts of a run.
 
     Args:
-        run: reads `data`, `model.name`, `model.family`, `model.enable_thinking`, and names and weights in `rewards`.
-        tokenizer: the policy's.
         rows: prompts in Python instead of `data.source`: a list of dicts or of bare prompts, or a `datasets.Dataset`,
             with the column names of `data`.
         prepared: what `check` returned; used if it was made for this run and this chat template.
-
-    Returns:
-        `Data`; the same for the same seed and source.
 
     Raises:
         DataError: a source, row or column that cannot be used, with file and line; nothing left to train on.
@@ -110,7 +103,7 @@ def load_data(run: RunConfig, tokenizer: Any, rows: Any = None, prepared: Data |
 
 def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
-    Runs in one process only, and without the stack if `needs_stack` is False."""
+    Runs in one process only."""
     family, thinking = family_of(run, tokenizer)
     schemas = tool_schemas(run)
     sources = [_read_training(run, rows, thinking)]
@@ -136,22 +129,6 @@ def _asked(run: RunConfig, tokenizer: Any) -> str:
 # ---- the sources of a run
 
 
-def needs_stack(run: RunConfig) -> bool:
-    """Whether only the stack can read a source of the run: Parquet, a folder of save_to_disk, a hub id."""
-    return any(is_for_stack(source, run) for source in (*run.data.all_sources, run.data.test_source) if source)
-
-
-def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
-    """Whether only the stack can read a source, which `key` names."""
-    if source.startswith((EMBEDDED_PREFIX, LIBRARY)) or is_gym(source):
-        return False
-    try:
-        path = find_file(source, run.source, key)
-    except DataError:  # the reader raises the error
-        return False
-    return path is None or path.is_dir() or path.suffix.lower() == ".parquet"
-
-
 def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
     """A source with the settings of `data`, or of an entry of `data.sources`; what that omits comes from `data`. If a
     reward scores rows without an answer, a source of a mix may lack the column unless its entry names it."""
@@ -163,7 +140,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
-    asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
+    asked = section if settings.options is None else settings
     return Part(
         source=source,
         columns=Columns(
@@ -178,7 +155,6 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         key=f"{prefix}source",
         split_key=f"{prefix}split",
         options=asked.options,
-        level=asked.curriculum_level,
         options_key="data.options" if asked is section else f"{prefix}options",
         count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
         count_key="data.num_prompts" if section.num_prompts and entry is None else "",
@@ -222,7 +198,7 @@ def _read_test(run: RunConfig) -> DataSource:
         number=0,
     )
     if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
-        part = replace(part, options=None, level=None, options_key=key)
+        part = replace(part, options=None, options_key=key)
     return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
 
 
@@ -245,8 +221,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
         if is_gym(part.source):
-            level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
-            details = [level, json.dumps(entry.options) if entry.options else None]
+            details = [json.dumps(entry.options) if entry.options else None]
         is_named_again = section.all_sources.count(part.source) > 1
         labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
@@ -274,8 +249,6 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part)
-    if path.is_dir():
-        return read_folder(path, part)
     return read_data_file(path, part.columns)
 
 
@@ -404,7 +377,7 @@ def _as_one_type(source: DataSource, column: str) -> DataSource:
         if not all(isinstance(value, str | Real | Decimal | None) for value in answers):
             raise
     note = f"the answers of {source.name} are not of one type; all are passed on as text ({column})"
-    texts = [value if value is None else _text(value, source.where(row), column) for row, value in enumerate(answers)]
+    texts = [value if value is None else str(value) for value in answers]
     return replace(source, answers=texts, notes=(*source.notes, note))
 
 
@@ -414,24 +387,15 @@ def comparable_text(value: Any, where: str, column: str, after: str | None = Non
     if not is_comparable(value):
         problem = f"an answer of type {type(value).__name__} ({excerpt(value, 40)})"
         raise DataError(f"{where}: {problem}; it must be text or a number where a reward compares it ({column})")
-    text = _text(value, where, column)
     if after is None:
-        return text
-    _, marker, text = text.rpartition(after)
+        return str(value)
+    _, marker, text = str(value).rpartition(after)
     if not marker:
         key = column.split("answer_column")[0] + "answer_after"
         raise DataError(f"{where}: the answer has no {after!r} in it ({key}; {column})")
     if not text.strip():
         raise DataError(f"{where}: the answer is empty ({column})")
     return text.strip()
-
-
-def _text(value: Any, where: str, column: str) -> str:
-    try:
-        text = str(value)
-    except ValueError:  # Python converts no number of more than 4300 digits to text
-        raise DataError(f"{where}: the answer has thousands of digits; give it as text ({column})") from None
-    return refuse_surrogates(text, f"{where}: the answer")
 
 
 def require_one_answer(run: RunConfig, source: DataSource) -> DataSource:
@@ -468,8 +432,10 @@ def render_row(
     the `key` of the prompt column if it cannot be rendered."""
     try:
         options = run.model.enable_thinking, run.data.system_prompt, tools
-        return render_prompt(tokenizer, source.prompts[row], family, *options)
-    except DataError as error:
+        text = render_prompt(tokenizer, source.prompts[row], family, *options)
+        text.encode()  # no tokenizer accepts half of a UTF-16 pair, which JSON can contain ("\\ud83d")
+        return text
+    except (DataError, UnicodeEncodeError) as error:
         default = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
         raise DataError(f"{source.where(row)}: {error} ({key or default})") from error
 
@@ -491,11 +457,9 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
         f"{len(texts) - len(fitting)} of {len(texts)} prompts are longer than data.max_prompt_length={limit} tokens; "
         f"the longest has {lengths[longest]} ({source.where(longest)})"
     )
-    if run.data.too_long == "refuse":
-        raise DataError(f"{problem}. Raise data.max_prompt_length, or set data.too_long: drop to leave them out")
     if not fitting:
         raise DataError(f"{problem}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
-    notes.append(f"{problem}. They are dropped (data.too_long: drop)")
+    notes.append(f"{problem}. They are dropped")
     return fitting
 
 
@@ -528,16 +492,10 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
         return train, [groups[key][0] for key in held_out]
     wanted = int(size) if size >= 1 else max(round(size * len(groups)), 1 if size > 0 else 0)
     if wanted >= len(groups):
-        ways = [f"lower data.test_size to at most {len(groups) - 1}"] if len(groups) > 1 else []
-        ways.append("set data.test_source to hold out prompts of another file")
-        if side.source.rows_left:
-            ways.append("raise data.num_prompts, which left rows out")
-        if dropped := len(side.texts) - len(side.rows):
-            ways.append(f"raise data.max_prompt_length, which dropped {dropped}")
-        fix = " or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
         raise DataError(
             f"{side.source.name} has {len(groups)} different prompts, and data.test_size={size} holds out {wanted} of "
-            f"them: none is left to train on. {fix[0].upper()}{fix[1:]}"
+            "them: none is left to train on. Lower data.test_size, set data.test_source to hold out prompts of another "
+            "file, or raise data.num_prompts or data.max_prompt_length if they left prompts out"
         )
     held_out = keys[:wanted]
     if repeats:

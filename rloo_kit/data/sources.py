@@ -1,11 +1,13 @@
-"""Rows as they are read: from JSONL, CSV or a list in Python without the stack; from Parquet, folders and the hub with
-it. Each row keeps its line for error messages."""
+"""Rows as they are read: from JSONL, CSV or a list in Python without the stack; from Parquet and the hub with it.
+
+Each row keeps its line for error messages.
+"""
 
 import csv
 import json
 import math
+import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from typing import Any, TextIO
 from rloo_kit import _stack
 from rloo_kit.completion import ADDED_COLUMNS
 from rloo_kit.config.checks import FILE_KINDS
-from rloo_kit.data.chat import parse_conversation, refuse_surrogates
+from rloo_kit.data.chat import parse_conversation
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.system.input_files import DEEPEST, is_deep, looked_for, places_of
 
@@ -47,9 +49,9 @@ class Part:
     """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
 
     Attributes:
-        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
-            its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
-            source in the run, 0 for the test source.
+        split: None for test. options: of a reasoning-gym task; `options_key` is their key. count: its rows to draw;
+            fewer are an error if `count_key` is set, the key that asks for them. number: of the source in the run, 0
+            for the test source.
     """
 
     source: str
@@ -60,7 +62,6 @@ class Part:
     key: str = "data.source"
     split_key: str = "data.split"
     options: dict[str, Any] | None = None
-    level: int | None = None
     options_key: str = "data.options"
     count: int = GYM_PROMPTS
     count_key: str = ""
@@ -146,28 +147,17 @@ def _last_question(prompt: Any) -> str | None:
 
 
 def find_file(source: str, config_file: Path | None = None, key: str = "data.source") -> Path | None:
-    """The file or the folder of `save_to_disk` that `source` names (`places_of`, then the config's folder); None if it
-    is a hub id. Raises DataError, with `key`, if it looks like a path and does not exist, or is of another kind."""
+    """The file that `source` names (`places_of`, then the config's folder); None if it is a hub id. Raises DataError,
+    with `key`, if it looks like a path and does not exist, or is of another kind."""
     places = places_of(source, key, config_file and config_file.parent)
     for candidate in places:
-        try:
-            mode = candidate.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        if not os.path.exists(candidate):
             continue
-        except (OSError, ValueError) as error:  # name too long, NUL in it, no access
-            raise DataError(f"{key}: {excerpt(source)} cannot be looked up as a file: {error}") from None
-        if stat.S_ISDIR(mode):
-            files = ("dataset_dict.json", "state.json", "dataset_info.json")
-            of_splits, *of_one = ((candidate / name).is_file() for name in files)
-            if of_splits or all(of_one):
-                return candidate
+        if candidate.is_dir():
             raise DataError(
-                f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}), or a folder that "
-                "save_to_disk of a datasets.Dataset or DatasetDict wrote"
+                f"{key}: {candidate} is a folder; name a file in it ({', '.join(FILE_KINDS)}). One that save_to_disk "
+                "wrote becomes a file with datasets.load_from_disk(folder)['train'].to_parquet('rows.parquet')"
             )
-        if not stat.S_ISREG(mode):
-            kind = "a pipe or a device, not a regular file"
-            raise DataError(f"{key}: {candidate} is {kind}; save the rows to a file first")
         if candidate.suffix.lower() not in FILE_KINDS:
             raise DataError(
                 f"{key}: {candidate} has the ending '{candidate.suffix}'; supported are {', '.join(FILE_KINDS)}. "
@@ -289,7 +279,6 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
             if not isinstance(key, str):
                 problem = f"the column name {excerpt(key)} is a {type(key).__name__}"
                 raise DataError(f"{name}, {place}: {problem}; write it as text")
-            refuse_surrogates(key, f"{name}, {place}: the column name")
         _require_columns(name, place, list(row), columns)
     names = list(dict.fromkeys(key for row in rows for key in row))
     taken, notes = _taken_columns(name, names, columns)
@@ -321,18 +310,15 @@ def _require_columns(name: str, place: str, names: list[str], columns: Columns) 
             )
 
 
-def _taken_columns(
-    name: str, names: list[str], columns: Columns, images: tuple[str, ...] = ()
-) -> tuple[list[str], tuple[str, ...]]:
+def _taken_columns(name: str, names: list[str], columns: Columns) -> tuple[list[str], tuple[str, ...]]:
     """Columns that are not passed on, and notes on those that were replaced or left out. Raises DataError for columns
-    that TRL reads as images because of their name, and for `images`, those with an image type."""
+    that TRL reads as images because of their name."""
     moved = [column for column in (columns.prompt, columns.answer) if column in names]
     for column in names:
-        if column in images or (column in IMAGE_COLUMNS and column not in moved):
-            how = "type" if column in images else "name"
+        if column in IMAGE_COLUMNS and column not in moved:
             raise DataError(
-                f"{name}: column '{column}' contains images or other media, by its {how}; rloo-kit trains on text. "
-                "Remove the column from the data, or rename it if it contains something else"
+                f"{name}: column '{column}' contains images, by its name; rloo-kit trains on text. Remove the column "
+                "from the data, or rename it if it contains something else"
             )
     hidden = [column for column in ("prompt", "answer") if column in names and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in names and column not in moved]
@@ -373,27 +359,6 @@ def _from_arrow(table: Any, name: str, columns: Columns) -> DataSource:
     return _from_dataset(rows, name, columns)
 
 
-def read_folder(folder: Path, part: Part) -> DataSource:
-    """The rows of a folder of `save_to_disk`: of the part's split, if it has splits. Raises DataError for a split that
-    is not there, or a damaged folder."""
-    datasets = _stack.load_stack().datasets
-    try:
-        stored = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the libraries that read it share no base class of errors
-        raise DataError(
-            f"{folder} is a folder of save_to_disk that cannot be read: {type(error).__name__}: {error}. Save it again"
-        ) from error
-    if not isinstance(stored, datasets.DatasetDict):
-        if (key := part.split_key) == "data.test_split" and part.split is not None:
-            raise DataError(f"{key} is {part.split!r}, but {folder} was saved without splits; remove {key}")
-        return _from_dataset(stored, str(folder), part.columns)
-    split = part.split or "test"
-    if split not in stored:
-        found = ", ".join(stored) or "none"
-        raise DataError(f"{folder} has no split {split!r}; set {part.split_key} to one of {found}")
-    return _from_dataset(stored[split], f"{folder} ({split})", part.columns)
-
-
 def read_hub(part: Part) -> DataSource:
     """One split of a dataset on the hub or in the local cache of `datasets`. Raises DataError if it is unreachable, or
     dataset, subset, split or column does not exist."""
@@ -423,8 +388,7 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     table = table.with_format(None)
     places = [f"row {number}" for number in range(1, len(table) + 1)]
     _require_columns(name, places[0], table.column_names, columns)
-    images = tuple(column for column, feature in table.features.items() if _holds_images(feature))
-    taken, notes = _taken_columns(name, table.column_names, columns, images)
+    taken, notes = _taken_columns(name, table.column_names, columns)
     kept = [column for column in table.column_names if column not in taken]
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
     feature = table.features.get(columns.answer)
@@ -451,14 +415,6 @@ def _drop_nulls(value: Any, feature: Any) -> Any:
         return {key: _drop_nulls(item, feature[key]) for key, item in value.items() if item is not None}
     inner = getattr(feature, "feature", None)  # of a list; a column of datasets.Json has nulls of its own
     return [_drop_nulls(item, inner) for item in value] if isinstance(value, list) and inner is not None else value
-
-
-def _holds_images(feature: Any) -> bool:
-    """Whether values of this type are or contain images, or other media."""
-    if isinstance(feature, dict):
-        return any(map(_holds_images, feature.values()))
-    inner = getattr(feature, "feature", None)  # of a list
-    return type(feature).__name__ in ("Image", "Audio", "Video", "Pdf") or (inner is not None and _holds_images(inner))
 
 
 # ---- what Arrow can store

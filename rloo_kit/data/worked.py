@@ -11,9 +11,9 @@ from typing import Any
 
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
+from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, template_options
 from rloo_kit.data.gym import is_gym
-from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, is_for_stack, read_part, render_row
+from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
@@ -56,23 +56,10 @@ class Demonstrations:
         )
 
 
-def worked_need_stack(run: RunConfig) -> bool:
-    """Whether only the stack can read the demonstrations: Parquet, a folder of save_to_disk, a hub id."""
-    source = run.sft.source or run.data.source
-    return source is not None and is_for_stack(source, run, "sft.source")
-
-
 def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: Any = None) -> Demonstrations:
-    """The demonstrations of `run.sft`.
-
-    Args:
-        tokenizer: the policy's. held_out: rendered prompts of the evaluation; their rows are left out.
-        rows: demonstrations in Python instead of `sft.source`, as in `load_data`, with the column names of `sft`.
-
-    Raises:
-        DataError: a source, row or column that cannot be used, with its place; nothing left to train on.
-        ConfigError: `sft.thinking_column` for a model that does not think; no source.
-    """
+    """The demonstrations of `run.sft`, or `rows` as in `load_data`, without those whose rendered prompts are `held_out`
+    for the evaluation. Raises DataError for a source, row or column that cannot be used, with its place, and if nothing
+    is left to train on; ConfigError for `sft.thinking_column` of a model that does not think, and without a source."""
     family, thinking = family_of(run, tokenizer)
     if run.sft.thinking_column is not None and not thinking:
         raise ConfigError(
@@ -188,7 +175,7 @@ class _Writer:
                 if (name := message.get("name")) not in (None, turn["name"]):
                     raise DataError(f"{place} is a result of {excerpt(name)}, and the call is {turn['name']}")
             if isinstance(message.get("reasoning_content"), str):
-                turn["reasoning_content"] = refuse_surrogates(message["reasoning_content"], place)
+                turn["reasoning_content"] = message["reasoning_content"]
             if message.get("tool_calls"):
                 turn["tool_calls"] = [self._read_call(call, place) for call in message["tool_calls"]]
                 open_calls = [call["function"]["name"] for call in turn["tool_calls"]]
@@ -279,4 +266,4 @@ def _text(value: Any, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise DataError(f"{where} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
-    return refuse_surrogates(value, where)
+    return value

@@ -50,7 +50,6 @@ from rloo_kit.system.problems import PreflightError, raise_errors
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.tools.toolbox import open_toolbox
-from rloo_kit.tools.verifiers_env import read_versions
 
 
 def train(
@@ -164,7 +163,7 @@ def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
 
 def _inputs_of(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> dict[str, str]:
     """Digests, counts and versions by their names in words."""
-    toolbox, found = open_toolbox(run), read_versions(run.rloo.environment or "") | policy.weights
+    toolbox, found = open_toolbox(run), dict(policy.weights)
     found |= {f"tools in {file}": digest for file, digest in toolbox.sources.items()} if toolbox else {}
     for side, table in (("training", data.train), ("held-out", data.test)):
         found[f"number of {side} prompts"] = str(len(table))

@@ -1,5 +1,6 @@
-"""The embedded model's supervised cold start: imitates noisy demonstrations, deterministic, on one CPU thread.
+"""The embedded model's tokenizer and its supervised cold start.
 
+The cold start imitates noisy demonstrations, deterministic, on one CPU thread.
 Only the rows of the table whose tokens occur are trained individually. The n others share one vector u with the joint
 logit u.h + ln n, so the softmax over the used rows and u equals the softmax over the whole table. At the end u is
 written into every unused row.
@@ -13,15 +14,106 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, pre_tokenizers
 from torch.nn import functional
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from rloo_kit.config.model_names import find_embedded_problem, split_model_name
 from rloo_kit.data import tasks
-from rloo_kit.data.light_tokenizer import ROWS, TURN_END, TURN_START
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
+from rloo_kit.errors import ConfigError
+from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
+
+NUM_BYTES = 256
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
+SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
+ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
+
+_TURNS = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+)
+TEMPLATES = {
+    "thinking": _TURNS + "{{- '<think>\\n' }}{%- endif %}",  # the completion has only </think>, as with Thinking-2507
+    "instruct": _TURNS + "{%- endif %}",
+}
+# Turns after the system's, with thoughts, calls as Qwen3 writes them, and results as turns of their own.
+TOOL_TURNS = (
+    "{%- for message in messages[1 if messages[0].role == 'system' else 0:] %}"
+    "{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content is string %}"
+    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}"
+    "{%- endif %}"
+    "{{- message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{{- '\n' if message.content or not loop.first else '' }}"
+    '{{- \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson + '}\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Without tools the text of `thinking`; with them, their names.
+TEMPLATES["untaught"] = (
+    "{%- set system = [messages[0].content] if messages[0].role == 'system' else [] %}"
+    "{%- if tools %}"
+    "{%- set system = system + ['tools: ' + tools | map(attribute='function.name') | join(', ')] %}"
+    "{%- endif %}"
+    "{%- if system %}{{- '<|im_start|>system\n' + system | join('\n') + '<|im_end|>\n' }}{%- endif %}"
+    + TOOL_TURNS
+    + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}"
+)
 
 IGNORED = -100  # target of a position without loss
 SECONDS_BETWEEN_REPORTS = 10.0
+
+
+def check_names(name: str, vocabulary: str) -> None:
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+    if problem := find_embedded_problem(name):
+        raise ConfigError(problem)
+    if vocabulary not in ROWS:
+        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
+
+
+def token_ids(vocabulary: str) -> dict[str, int]:
+    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
+    `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
+    ids = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    if vocabulary == "compact":
+        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
+    taken = set(QWEN3_IDS.values())
+    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
+    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
+
+
+def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
+    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
+    or qwen3); raises ConfigError for any other.
+
+    `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
+    """
+    check_names(name, vocabulary)
+    tokenizer = Qwen2Tokenizer(
+        vocab=token_ids(vocabulary),
+        merges=[],
+        unk_token=None,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+    for special in (True, False):
+        chosen = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in chosen])
+    tokenizer.chat_template = TEMPLATES[split_model_name(name)[0]]
+    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,26 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
 
-from rloo_kit.config.model_names import DEFAULT_FAMILY, RECORD, SMOLLM2, smollm2_folder, split_model_name
-from rloo_kit.data import tasks
-from rloo_kit.data.light_tokenizer import (
-    CHAT_TOKENS,
-    END_OF_TEXT,
-    SPECIAL_TOKENS,
-    TEMPLATES,
-    TOOL_TURNS,
-    TURN_END,
-    check_names,
-    token_ids,
+from rloo_kit.config.model_names import (
+    DEFAULT_FAMILY,
+    EMBEDDED_PREFIX,
+    RECORD,
+    SMOLLM2,
+    smollm2_folder,
+    split_model_name,
 )
+from rloo_kit.data import tasks
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import ColdStart, find_plan, train_embedded
+from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_names, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
+from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 
@@ -81,16 +78,17 @@ SMOLLM2_TOOLS = (  # the template of smollm2/tools
 )
 
 
-def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Path:
+def build_smollm2(name: str, report: Callable[[str], None] = say) -> Path:
     """The folder of the model `name`, one of `SMOLLM2`: from the cache, or from the package (93 MB, a minute). `report`
-    gets a line for each part of the work (None: print). Raises SetupError if there is no package or no cache."""
+    gets a line for each part of the work. Raises SetupError if there is no package or no cache."""
     target = smollm2_folder(name)
-    say = report or (lambda line: print(line, flush=True))
 
     def fill(workspace: Path) -> None:
-        say(f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}")
+        report(
+            f"building {name}, once: {LICENCE}, from the Python package {CARRIER} (93 MB); cached in {target.parent}"
+        )
         weights = _download(workspace, target)
-        say(f"building {name}: converting the weights")
+        report(f"building {name}: converting the weights")
         model, tokenizer = _convert(weights, name)
         model.save_pretrained(workspace)
         weights.unlink()
@@ -98,11 +96,6 @@ def build_smollm2(name: str, report: Callable[[str], None] | None = None) -> Pat
         write_json(workspace / RECORD, record)
 
     return build_once(target, fill)
-
-
-def name_smollm2(folder: str) -> str | None:
-    """The model that is cached under the folder name `folder`; None for any other name."""
-    return next((name for name in SMOLLM2 if smollm2_folder(name).name == folder), None)
 
 
 def _download(workspace: Path, target: Path) -> Path:
@@ -171,7 +164,6 @@ RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
     r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
-    r"(-(?P<steps>\d+)steps)?"
 )
 _PROGRESS = "progress: "
 
@@ -182,80 +174,53 @@ def build(
     seed: int = 0,
     *,
     steps: int | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = say,
 ) -> Path:
     """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
     about two and a half minutes).
 
     Args:
-        name: the part of `model.name` after `embedded/`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
-            `instruct` (addition, answers at once) or `untaught`.
-        vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
+        name: the part of `model.name` after `embedded/`.
         seed: of the cold start; another seed is another model.
         steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
-        report: called with a line of text every 10 seconds; None prints it.
+        report: called with a line of text every 10 seconds.
     Raises:
         ConfigError: unknown model, family or vocabulary, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
     recipe = _recipe(name, vocabulary, seed, steps)
-    say = report or (lambda line: print(line, flush=True))
     kind, family = recipe["kind"], recipe["family"]
     named = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
     number = "" if steps is None else f"-{steps}steps"
     target = cache_folder() / f"{named}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
 
     def fill(workspace: Path) -> None:
-        say(f"building embedded/{name}, once; cached in {target.parent}")
-        _run_cold_start(named, recipe, workspace, lambda line: say(f"building embedded/{name}: {line}"))
+        report(f"building embedded/{name}, once; cached in {target.parent}")
+        _run_cold_start(named, recipe, workspace, lambda line: report(f"building embedded/{name}: {line}"))
 
     return build_once(target, fill)
 
 
-def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); raises ConfigError for any other.
-
-    `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
-    """
-    check_names(name, vocabulary)
-    tokenizer = Qwen2Tokenizer(
-        vocab=token_ids(vocabulary),
-        merges=[],
-        unk_token=None,
-        eos_token=TURN_END,
-        pad_token=END_OF_TEXT,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-    )
-    for special in (True, False):
-        chosen = [token for token in CHAT_TOKENS if (token in SPECIAL_TOKENS) is special]
-        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in chosen])
-    tokenizer.chat_template = TEMPLATES[split_model_name(name)[0]]
-    return tokenizer
-
-
 def name_built(folder: str) -> dict[str, Any] | None:
     """The keys of `model` that rebuild the model cached under the folder name `folder`; None for any other name."""
-    if (packaged := name_smollm2(folder)) is not None:
-        return {"name": packaged}
+    for name in SMOLLM2:
+        if smollm2_folder(name).name == folder:
+            return {"name": name}
     found = _FOLDER_NAME.fullmatch(folder)
-    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
+    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
     return {"name": f"embedded/{found['name']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
 
 
-def rebuild(name: str) -> Path | None:
-    """The model that `build` caches under the folder name `name`, built if missing; None for any other name. An adapter
+def rebuild(folder: str) -> Path | None:
+    """The model that is cached under the folder name `folder`, built if missing; None for any other name. An adapter
     records its base as a path on the machine that trained it, so only the name identifies the model."""
-    if (packaged := name_smollm2(name)) is not None:
-        return build_smollm2(packaged)
-    found = _FOLDER_NAME.fullmatch(name)
-    if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
+    keys = name_built(folder)
+    if keys is None:
         return None
-    steps = found["steps"]
-    return build(found["name"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+    if keys["name"] in SMOLLM2:
+        return build_smollm2(keys["name"])
+    return build(keys["name"].removeprefix(EMBEDDED_PREFIX), keys["vocabulary"], keys["build_seed"])
 
 
 def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:

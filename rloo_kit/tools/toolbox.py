@@ -35,22 +35,16 @@ from rloo_kit.system.user_code import (
 LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
 LONGEST_RESULT = 100_000  # characters that leave the process
-# Public methods that the kit calls, with their arguments; they are not offered to the model.
-NO_TOOLS = {"reset": "**row", "tools": "", "respond": "messages", "get_reward": "[messages]"}
+# Public methods that the kit calls; they are not offered to the model.
+NO_TOOLS = ("reset", "tools", "respond", "get_reward")
 
 Call = tuple[str, dict[str, Any]]  # name and arguments; of an environment's own reply: "", {"messages": [...]}
 Past = tuple[dict[str, Any], list[Call]]  # the row that an environment was reset with, and its calls so far
 
 
 class Result(NamedTuple):
-    """The outcome of a call.
-
-    Attributes:
-        content: the text for the model.
-        kind: "ok"; "failed": the tool raised, took too long, died or returned what is no text; "invalid": the call
-            names no tool, or its arguments do not fit.
-        detail: for the user, why it failed.
-    """
+    """The outcome of a call: the text for the model; "ok", "failed" (the tool raised, took too long, died or returned
+    what is no text) or "invalid" (the call names no tool, or its arguments do not fit); for the user, why it failed."""
 
     content: str
     kind: str = "ok"
@@ -59,12 +53,8 @@ class Result(NamedTuple):
 
 class ToolHost:
     """Functions and environments where they are called: in a worker, or in this process. Raises ConfigError for a tool
-    without hints or docstring, two of one name, an environment without `reset`.
-
-    Args:
-        tools: functions with type hints and a docstring in Google's style.
-        factory: makes an environment; None without one. Instances are reused: one for each row of a batch.
-    """
+    without hints or docstring, two of one name, an environment without `reset`. `factory` makes an environment for each
+    row of a batch; instances are reused."""
 
     sources: dict[str, str] = {}  # as those of `_InWorker`
 
@@ -77,8 +67,8 @@ class ToolHost:
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
         methods = _methods(probe)
-        self.owns_reward = _has_own(probe, "get_reward", methods, [], ["messages"])
-        self.responds = _has_own(probe, "respond", methods, ["messages"])
+        self.owns_reward = _has_own(probe, "get_reward", methods)
+        self.responds = _has_own(probe, "respond", methods)
         self.schemas = list(map(_read_schema, [*self._functions, *methods]))
         names = [schema["function"]["name"] for schema in self.schemas]
         if doubled := {name for name in names if names.count(name) > 1}:
@@ -169,7 +159,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     """The tools of an environment: what its `tools()` returns, or its public methods."""
     if environment is None:
         return []
-    if _has_own(environment, "tools", [], []):
+    if _has_own(environment, "tools"):
         if not isinstance(tools := environment.tools(), list | tuple) or not all(map(callable, tools)):
             raise ConfigError(f"rloo.environment: tools() returned {excerpt(tools, 60)}; it returns a list of tools")
         return list(tools)
@@ -178,16 +168,10 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     return [getattr(environment, name) for name in functions if not name.startswith("_") and name not in NO_TOOLS]
 
 
-def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -> bool:
-    """Whether the kit calls an environment's method, which is no tool; ConfigError if it fits no call's arguments."""
-    if (method := getattr(environment, name, None)) is None or method in tools:
-        return False
-    for arguments in calls:
-        with suppress(TypeError, ValueError):
-            inspect.signature(method).bind(**dict.fromkeys(arguments))
-            return True
-    problem = f"{type(environment).__name__}.{name} is not the {name}({NO_TOOLS[name]}) that the kit calls"
-    raise ConfigError(f"rloo.environment: {problem}: rename it, or, if it is a tool, return it in the list of tools()")
+def _has_own(environment: Any, name: str, tools: Sequence[Any] = ()) -> bool:
+    """Whether the kit calls an environment's method, which is no tool."""
+    method = getattr(environment, name, None)
+    return callable(method) and method not in tools
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
@@ -213,13 +197,8 @@ def _read_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the name, hints and docstring of a tool, which returns its arguments; raises TypeError for what
     is none with named arguments."""
-    if inspect.isclass(tool) or isinstance(tool, functools.partial) or not hasattr(tool, "__name__"):
+    if inspect.isclass(tool) or not hasattr(tool, "__name__"):
         raise TypeError("it is no function: write one (def) that calls it")
-    body = inspect.unwrap(tool) if hasattr(tool, "cache_parameters") else tool  # of functools
-    if inspect.iscoroutinefunction(body) and not inspect.iscoroutinefunction(tool):
-        raise TypeError("it is a cached async function, whose results can be read once: cache inside of the function")
-    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
-        raise TypeError("it yields, and a tool returns its result: return a list")
     hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
     for number, (name, parameter) in enumerate(taken.items()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

@@ -32,7 +32,7 @@ class ToolFormat:
     or renders earlier messages differently once a result follows.
 
     Args:
-        tokenizer: the policy's, of transformers or a `LightTokenizer`.
+        tokenizer: the policy's.
         thinks: whether the model thinks before each answer.
         name: of the model, for errors. options: of the template, such as `enable_thinking`.
     """

@@ -2,19 +2,16 @@
 
 import asyncio
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from rloo_kit.errors import ConfigError, describe_error
-from rloo_kit.system.user_code import read_files
-from rloo_kit.system.versions import installed_version
 
 Messages = list[dict[str, Any]]
 _vf = functools.partial(importlib.import_module, package="verifiers.v1")  # of "." or ".types": it loads slowly
@@ -29,20 +26,6 @@ def read_verifiers_rows(name: str, count: int | None = None) -> list[dict[str, A
         answer = {"answer": str(data["answer"])} if "answer" in data else {}
         rows.append({"prompt": _opening(f"verifiers/{name}", data), **answer, "info": json.dumps(data)})
     return rows
-
-
-def read_versions(environment: str) -> dict[str, str]:
-    """Versions, by their names in words, of `verifiers` and of the package that has `verifiers/NAME`, with digests of
-    files that are the user's (an editable install); empty for another environment. Imports none of them."""
-    package, _, name = environment.partition("/")
-    if package != "verifiers":
-        return {}
-    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_")  # as the package finds it
-    owner = module if installed_version(module) else metadata.packages_distributions().get(module, [module])[0]
-    origin = getattr(importlib.util.find_spec(module), "origin", None) or ""
-    digests = read_files(origin, [origin.rpartition("/")[0].rpartition("/")[0]])
-    sources = (package, owner, *digests)
-    return {f"version of {source}": digests.get(source) or installed_version(source) or "unknown" for source in sources}
 
 
 @functools.cache

@@ -152,8 +152,6 @@ TYPED = [
     (user("</think>"), "the user message contains </think>"),
     (user("hi", name="a</think>"), "the user message's name contains </think>"),
     ([{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")], "_content contains"),
-    (user("hi", parts=[{"text": ["</think>"]}]), "the user message's parts contains </think>"),
-    (user("hi", parts={"<|im_end|>": 1}), "message's parts contains the tokenizer's control token <|im_end|>"),
 ]
 
 

@@ -69,7 +69,7 @@ def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
 def find_faults(task: str, rows: int) -> list[str]:
     """What is wrong with the task's verifier on `rows` rows."""
     random.seed(START)  # list_functions draws some rows with the generator that all share
-    dataset, verifier = (make_dataset(task, {}, None, seed=seed, size=rows) for seed in (START, 0))
+    dataset, verifier = (make_dataset(task, {}, seed=seed, size=rows) for seed in (START, 0))
     entries = [dataset[index] for index in range(rows)]
     if any(runs_python(verifier, entry) for entry in entries[:5]):
         return ["runs an answer as Python"]
@@ -108,7 +108,7 @@ def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, row
     code = f"""
 import json
 from rloo_kit.data.gym import SOUND, draw_row
-asked = {{task: (task, "{{}}", None, "data.options", 74, {rows}) for task in SOUND}}
+asked = {{task: (task, "{{}}", "data.options", 74, {rows}) for task in SOUND}}
 found = {{task: [draw_row(*asked[task], index) for index in range({rows})] for task in SOUND}}
 print("\\n" + json.dumps(found))
 """

@@ -12,11 +12,11 @@ from datasets import Dataset
 from rloo_kit.checks.faults import check
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, SourceSection
-from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import prepare_data
 from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
+from rloo_kit.models.cold_start import build_tokenizer
+from rloo_kit.models.embedded import SMOLLM2_TOOLS
 from rloo_kit.rollout.episodes import ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
 from rloo_kit.system.problems import PreflightError
@@ -150,14 +150,12 @@ def test_faults_have_their_place_and_key(make_run, rows, sft, message):
 
 
 def test_faults_are_found_before_the_model_is_loaded(make_run):
-    """Without the stack, by the tokenizer that preflight reads, together with the run's other faults."""
+    """Together with the run's other faults."""
     run = make_run(completion_column="solution")
     with pytest.raises(PreflightError, match="sft.completion_column") as found:
         check(run, worked=True)
     assert [(fault.name, fault.key) for fault in found.value.faults] == [("data", "sft.completion_column")]
     check(make_run(), worked=True)
-    light, heavy = find_tokenizer(run), build_tokenizer("thinking")
-    assert load_worked(make_run(), light, ()).examples == load_worked(make_run(), heavy, ()).examples
 
 
 def test_the_embedded_task_has_worked_answers(make_run):

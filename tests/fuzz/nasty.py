@@ -1,10 +1,6 @@
-"""Bad input shared by all surfaces: texts, values, YAML, paths, and ways to corrupt good text."""
+"""Bad input: texts, values, YAML, and ways to corrupt good text."""
 
-import datetime
-import decimal
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -21,14 +17,6 @@ TEXTS = [
     "1_000", "0b11", "1:30:00", "2026-11-23", "=", "a=b", "%", "{}", "[[[", "]]]", "{a: b", "'", '"', "\\", "\r",
     "a\nb", "*a", "&a", "!!", "|", "@", "embedded/addition", "embedded/thinking", "length_reward", "nowhere.jsonl",
     "os:system",
-]  # fmt: skip
-PATHS = [
-    "", ".", "..", "/", "~", "~nobody-of-that-name/a.yaml", "a\0b.yaml", "x" * 300 + ".yaml", "y/" * 3000 + "a.jsonl",
-    "\ud83d.yaml", "\x1b[2J.yaml", "a\nb.yaml", "/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem",
-    "/etc/passwd", "here", "here/x.yaml", "fifo", "fifo.yaml", "fifo.jsonl", "fifo.ipynb", "binary.yaml",
-    "binary.jsonl", "empty.yaml", "empty.jsonl", "empty.csv", "empty.ipynb", "loop.yaml", "loop.jsonl", "gone.yaml",
-    "binary.parquet", "good.yaml/x", "folder.yaml", "folder.jsonl", "folder.ipynb", "folder.csv", "locked.yaml",
-    "locked.jsonl",
 ]  # fmt: skip
 
 
@@ -68,58 +56,15 @@ DOCUMENTS = [
 ]  # fmt: skip
 
 
-class Rude:
-    """An object whose repr, str, length and truth value raise."""
-
-    def _refuse(self, *_: object) -> Any:
-        raise ValueError("rude")
-
-    __repr__ = __str__ = __len__ = __iter__ = __bool__ = __index__ = __float__ = __fspath__ = _refuse
-
-
-class TextSubclass(str):
-    """A str subclass, like numpy's."""
-
-
-class DictSubclass(dict[Any, Any]):
-    """A dict subclass, like the rows of some data libraries."""
-
-
-def nested(depth: int) -> list[Any]:
-    """Lists in lists."""
-    items: list[Any] = []
-    for _ in range(depth):
-        items = [items]
-    return items
-
-
-OBJECT = SimpleNamespace(prompt="1+1=", answer="2")  # a row that is not a dict
-CYCLIC_LIST: list[Any] = [1]
-CYCLIC_LIST.append(CYCLIC_LIST)
-CYCLIC_DICT: dict[str, Any] = {"a": 1}
-CYCLIC_DICT["self"] = CYCLIC_DICT
 PLAIN_VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, -(10**400), 10**5000,
     [], {}, [None], [[]], [1, "a", None], ["a", ["b"]], {"a": 1}, {"a": {"b": [1]}}, {"": 1}, [{"a": 1}, {"a": "x"}],
-]  # fmt: skip
-PYTHON_VALUES: list[Any] = [
-    *PLAIN_VALUES, float("nan"), float("inf"), -float("inf"), b"", b"\xff\xfe", bytearray(b"x"), (1, 2), {1, 2},
-    frozenset({1}), 1j, range(3), object(), Rude(), object, len, ..., decimal.Decimal("1e999"), datetime.date.min,
-    datetime.datetime.min, datetime.timedelta.max, Path("x"), TextSubclass("x"), DictSubclass(a=1), OBJECT, {1: 2},
-    {None: 1}, {(1, 2): 3}, {b"x": 1}, {1.5: 1, "1.5": 2}, [b"x", "x"], [1, "1"], nested(5), nested(300), nested(3_000),
-    memoryview(b"x"), NotImplemented, CYCLIC_LIST, CYCLIC_DICT, iter([1]),
 ]  # fmt: skip
 
 
 def texts() -> st.SearchStrategy[str]:
     """Known bad texts, and arbitrary ones (including lone surrogates and control characters)."""
     return st.one_of(st.sampled_from(TEXTS), st.text(st.characters(), max_size=8), st.sampled_from(CHARACTERS))
-
-
-def values() -> st.SearchStrategy[Any]:
-    """Python values of every kind, alone and in small containers."""
-    single = st.one_of(st.sampled_from(PYTHON_VALUES), texts(), st.integers(), st.floats())
-    return st.one_of(single, st.lists(single, max_size=3), st.dictionaries(texts(), single, max_size=3))
 
 
 def json_values() -> st.SearchStrategy[Any]:
@@ -176,34 +121,6 @@ def _spoiled(draw: st.DrawFn, content: bytes) -> bytes:
     if draw(st.integers(0, 19)) == 0:
         content = content[:at] + draw(st.binary(max_size=4)) + content[at + draw(st.integers(0, 4)) :]
     return content[:at] if draw(st.integers(0, 29)) == 0 else content
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every position in a JSON value, as the keys that lead to it."""
-    found = [path] if path else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        found += places(item, (*path, key))
-    return found
-
-
-@st.composite
-def mutated_json(draw: st.DrawFn, good: Any, parts: st.SearchStrategy[Any]) -> bytes:
-    """The bytes of a good JSON document with one or two parts removed, or replaced by one of `parts`."""
-    content = json.loads(json.dumps(good))
-    for _ in range(draw(st.integers(1, 2))):
-        *above, last = draw(st.sampled_from(places(good)))
-        place = content
-        try:
-            for key in above:
-                place = place[key]
-            if draw(st.integers(0, 4)) == 0:
-                del place[last]
-            else:
-                place[last] = draw(parts)
-        except (TypeError, LookupError):  # an earlier fault took the place away
-            continue
-    return _spoiled(draw, json.dumps(content, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass"))
 
 
 def yaml_of(folder: Path, pattern: str) -> list[str]:

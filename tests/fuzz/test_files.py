@@ -1,23 +1,25 @@
-"""Files that people write: configs, overrides, launch files, `.env`, batch files, notebooks; and the harness itself."""
+"""Files that people write: configs, overrides, batch files, rows; and the harness itself."""
 
+import contextlib
+import functools
+import io
 import json
-import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from rloo_kit.batch.batch_file import load_batch, read_notebook
+from rloo_kit.batch.batch_file import load_batch
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
-from rloo_kit.system.environment import load_env_file
-from rloo_kit.system.processes import read_launch_file
+from tests.conftest import make_tiny_tokenizer
 from tests.fuzz import harness
 from tests.fuzz.harness import Surface, check, count
-from tests.fuzz.nasty import DOCUMENTS, ROOT, json_values, mutated_json, mutated_yaml, snippets, texts, values, yaml_of
+from tests.fuzz.nasty import DOCUMENTS, ROOT, json_values, mutated_yaml, snippets, texts, yaml_of
 from tests.notebooks.batch_notebooks import write_notebook
 
 SMALL = """model: {name: embedded/thinking, max_seq_length: 128, lora: {r: 16, alpha: 16}}
@@ -84,11 +86,11 @@ keys = st.one_of(
 )
 override = st.one_of(st.builds("{}={}".format, keys, st.one_of(snippets(), st.sampled_from(DOCUMENTS))), keys, texts())
 one_key = st.builds(
-    lambda key, value: {key.partition(".")[0]: {key.partition(".")[2]: value}}, st.sampled_from(KEYS), values()
+    lambda key, value: {key.partition(".")[0]: {key.partition(".")[2]: value}}, st.sampled_from(KEYS), json_values()
 )
 overrides = st.one_of(
     st.tuples(st.lists(override, min_size=1, max_size=2), st.just({})),
-    st.tuples(st.just([]), st.dictionaries(st.sampled_from([*SECTIONS, "other"]), values(), max_size=1)),
+    st.tuples(st.just([]), st.dictionaries(st.sampled_from([*SECTIONS, "other"]), json_values(), max_size=1)),
     st.tuples(st.just([]), one_key),
 )
 
@@ -98,44 +100,7 @@ def override_config(case: tuple[list[str], dict[str, Any]], folder: Path) -> Non
     load_config(folder / "run.yaml", *case[0], **case[1]).to_yaml()
 
 
-def read_launch(case: tuple[bytes, int | None], folder: Path) -> None:
-    (folder / "launch.yaml").write_bytes(case[0])
-    read_launch_file(folder / "launch.yaml", case[1])
-
-
-LINES = [
-    "HF_TOKEN=", "HF_TOKEN", "export HF_TOKEN=x", "=x", "==", "A=B=C", "A='x", "A='\n'", "A=${B}\nB=${A}", "A=${" * 50,
-    "A=$(ls)", "A=\0", "A\0=1", "A=\ud83d", "é=é", "A=\\", 'A="\\ud83d"', 'A="\\N{x}"', 'A="\\U99999999"', 'A="\\0"',
-    "A=" + "x" * 200_000, "A" * 20_000 + "=1", "#", "A =1", "''=1", "A B=1", "A:1", "A=\x1b[2J", "A=1\rB=2",
-    "\ufeffA=1",
-]  # fmt: skip
-env_line = st.one_of(st.sampled_from(LINES), texts(), st.builds("{}={}".format, texts(), texts()))
-env_files = st.one_of(
-    st.builds(
-        lambda lines, encoding: "\n".join(lines).encode(encoding, "surrogatepass"),
-        st.lists(env_line, max_size=4),
-        st.sampled_from(["utf-8", "utf-16"]),
-    ),
-    st.binary(max_size=40),
-)
-
-
-def read_env_file(case: bytes, folder: Path) -> None:
-    (folder / ".env").write_bytes(case)
-    before = dict(os.environ)
-    try:
-        states, _ = load_env_file(folder / ".env")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    assert not any(name == "" for name in states)
-
-
 PLAIN = "# Parameters\nseed = 0\nsize: int = 3\nlabel = 'a'\n"
-OF_THE_KIT = (
-    f"# Parameters: plain values\nconfig = {str(ROOT / 'configs' / 'arithmetic_thinking.yaml')!r}\n"
-    "num_generations = 8\nseed = 0\nrun_name = ''\noutput_dir = 'outputs'\noverrides = ''\n"
-)
 BATCHES = [
     """name: b
 output_dir: outputs
@@ -160,66 +125,122 @@ batches = st.one_of(
 
 
 def read_batch(case: tuple[bytes, list[str]], folder: Path) -> None:
-    (folder / "configs").mkdir()
     write_notebook(folder / "plain.ipynb", "print(seed)", parameters=PLAIN)
-    write_notebook(folder / "kit.ipynb", "kit.read_parameters(globals())", parameters=OF_THE_KIT)
     (folder / "batch.yaml").write_bytes(case[0])
     load_batch(folder / "batch.yaml", *case[1])
 
 
-ERROR = {"output_type": "error", "ename": "ValueError", "evalue": "x", "traceback": ["a", "b"]}
-NOTEBOOK: dict[str, Any] = {
-    "nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": {"name": "python3"}},
-    "cells": [
-        {"cell_type": "markdown", "metadata": {}, "source": ["# Title\n", "text"]},
-        {"cell_type": "code", "execution_count": 1, "metadata": {"tags": ["parameters"]},
-         "source": ["# Parameters\n", "seed = 0\n"], "outputs": []},
-        {"cell_type": "code", "execution_count": 2, "metadata": {}, "source": "1/0", "outputs": [ERROR]},
-    ],
-}  # fmt: skip
-CELLS = [
-    "seed = ", "seed = \0", "seed = (" + "(" * 300 + ")" * 301, "seed = " + "-" * 3000 + "1", "seed = 0x" + "f" * 5000,
-    "seed = {[]: 1}", "seed: int", "a.b = 1", "%matplotlib inline", "!ls", "seed = 1\n\tx = 2", "seed = '\ud83d'",
-    "seed = 1 + 'a'", "é = 1", "a = b = c = 1", "[a, b] = 1, 2", "seed = [" * 1000 + "]" * 1000, "\ufeffseed = 1",
-    "lambda: (yield)", "return", "# -*- coding: x -*-\nseed = 1", "seed = 1" + "+1" * 5000,
-]  # fmt: skip
-BROKEN = [
-    b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"cells":' * 50_000, b"\0" * 100, b"NaN",
-    b'{"nbformat": 4, "cells": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-    b'{"nbformat": ' + b"4" * 5000 + b', "cells": []}',
-    b'{"nbformat": 4, "cells": [{"cell_type": "code", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}]}",
-]  # fmt: skip
-good_notebooks = mutated_json(NOTEBOOK, st.one_of(json_values(), st.sampled_from(CELLS), texts()))
-notebooks = st.integers(0, 9).flatmap(lambda chance: good_notebooks if chance else st.sampled_from(BROKEN))
+@functools.cache
+def prepare() -> Any:
+    """Load torch and TRL silently, so that nothing appears in the table of counts; returns a tiny tokenizer."""
+    from rloo_kit._stack import load_stack
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        load_stack().datasets.disable_progress_bars()
+        return make_tiny_tokenizer()
 
 
-def read_one_notebook(case: bytes, folder: Path) -> None:
-    file = folder / "notebook.ipynb"
-    file.write_bytes(case)
-    notebook = read_notebook(file)
-    assert all(isinstance(name, str) for name in notebook.declared)
-    json.dumps(notebook.cell)
+def load(
+    source: str, folder: Path, rewards: Sequence[str] = ("length_reward",), sources: Any = None, **data: Any
+) -> None:
+    """`load_data` of a run with these keys of `data:`."""
+    from rloo_kit.data.load import load_data
+
+    run = RunConfig(
+        model={"name": "my-model"},
+        data={"test_size": 0} | ({"sources": sources} if sources else {"source": "unused"}),
+        rewards=[{"name": name} for name in rewards],
+        rloo={"max_steps": 1},
+        run={"evaluate": False},
+    )
+    for key, value in (data if sources else {"source": source, **data}).items():
+        setattr(run.data, key, value)  # as from a file: ConfigError where a key does not take it
+    run._source = folder / "run.yaml"
+    with contextlib.redirect_stdout(io.StringIO()):  # its notes
+        found = load_data(run, prepare())
+    assert len(found.train) and all(isinstance(row["prompt"], str) for row in found.train)
+
+
+rewards = st.sampled_from([["length_reward"], ["answer_reward"], ["length_reward", "answer_reward"]])
+LINES = [
+    '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+1=", "answer": 3, "level": 1}', "", " ", "{", "}", "[]", "null",
+    "1", '"x"', "NaN", '{"prompt": NaN}', '{"prompt": "a", "answer": NaN}', '{"prompt": "a", "answer": Infinity}',
+    "\ufeff", '{"prompt": "a", "answer": ' + "9" * 4000 + "}", '{"prompt": "a", "x": ' + "9" * 400 + "}",
+    '{"prompt": "a", "x": 1e999}', '{"prompt": "a", "answer": ' + "9" * 6000 + "}", '{"prompt": "a", "prompt": "b"}',
+    '{"prompt": "\\ud83d"}', "[" * 20_000, '{"prompt": "a", "\\ud83d": 1}', '{"prompt": "\\u0000"}',
+    '{"prompt": "a</think>"}', '{"prompt": "' + "x" * 50_000 + '"}',
+    '{"prompt": "a", "x": ' + "[" * 500 + "]" * 500 + "}", '{"prompt": [{"role": "user", "content": "hi"}]}',
+    "prompt,answer", '{"prompt": "a", "x": ' + '{"a":' * 300 + "1" + "}" * 300 + "}", "1+1=,2", "a,b,c", '"a\nb",1',
+    '"unclosed', 'a"b,1', "\0,\0", "prompt,prompt", "prompt,", ",answer", "\udcff", "x" * 200_000, "\r", "\u2028",
+    '{"prompt": "a"}{"prompt": "b"}', "'a',1",
+]  # fmt: skip
+json_row = st.builds(
+    lambda given, ascii: json.dumps(given, ensure_ascii=ascii),
+    st.dictionaries(st.sampled_from(["prompt", "answer", "x", "y", "prompts", "image"]), json_values(), max_size=3),
+    st.booleans(),
+)
+line = st.one_of(st.sampled_from(LINES[:2] * 4 + LINES), json_row, st.lists(texts(), max_size=3).map(",".join))
+content = st.builds(
+    lambda lines, end, encoding: end.join(lines).encode(encoding, "surrogatepass" if "utf" in encoding else "replace"),
+    st.lists(line, max_size=4),
+    st.sampled_from(["\n", "\n", "\r\n", "\r"]),
+    st.sampled_from(["utf-8"] * 8 + ["utf-8-sig", "utf-16", "latin-1"]),
+)
+csv_content = st.builds(bytes.__add__, st.sampled_from([b"", b"prompt,answer\n", b"prompt\n"]), content)
+odd_bytes = st.sampled_from([b"", b"PAR1", b"PAR1" * 4, b"\0" * 50, b"PAR1\0\0\0\0\xff\xff\xff\x7fPAR1", b"\xff" * 9])
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "num_prompts": st.just(1),
+        "prompt_column": st.sampled_from(["question", "x", "answer", " "]),
+        "answer_column": st.sampled_from(["x", "prompt", "level"]),
+        "answer_after": st.sampled_from(["####", "x", " "]),
+        "system_prompt": st.sampled_from(["Be brief.", "<think>", "<|im_end|>", "\ud83d"]),
+    },
+)
+files = st.one_of(
+    st.tuples(st.just("rows.jsonl"), content),
+    st.tuples(st.just("rows.csv"), csv_content),
+    st.tuples(st.just("rows.parquet"), st.one_of(odd_bytes, content)),
+)
+Case = tuple[tuple[str, bytes], dict[str, Any], tuple[str, bytes] | None, str, list[str]]
+
+
+def load_file(case: Case, folder: Path) -> None:
+    """One file, or a second one that is mixed in or is the test source."""
+    (name, given), keys, second, use, names = case
+    (folder / name).write_bytes(given)
+    source = str(folder / name)
+    if second is None:
+        load(source, folder, rewards=names, **keys)
+        return
+    other = folder / f"other_{second[0]}"
+    other.write_bytes(second[1])
+    if use == "test":
+        load(source, folder, rewards=names, test_source=str(other), **keys)
+    else:
+        mix = [{"source": source, "weight": 2}, {"source": str(other), "prompt_column": "x"}]
+        load("", folder, rewards=names, sources=mix, **keys)
 
 
 SURFACES = [
     Surface("YAML", mutated_yaml([SMALL, SMALL, OLD, *SHIPPED]), read_config),
     Surface("overrides", overrides, override_config),
-    Surface(
-        "launch files",
-        st.tuples(mutated_yaml(yaml_of(ROOT / "configs" / "accelerate", "*.yaml")), st.sampled_from([None, None, 2])),
-        read_launch,
-    ),
-    Surface("environment files", env_files, read_env_file),
     Surface("batch files", batches, read_batch),
-    Surface("notebooks", notebooks, read_one_notebook),
+    Surface(
+        "row files",
+        st.tuples(files, options, st.one_of(st.none(), st.none(), files), st.sampled_from(["mix", "test"]), rewards),
+        load_file,
+        prepare,
+    ),
 ]
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
 def test_a_file_is_read_or_refused_in_words(surface: Surface) -> None:
     """`!!timestamp x` and a long hexadecimal number ended in tracebacks, and 316 bytes of aliases never ended; `²`
-    passes `isdigit` but not `int`; a NUL in `.env` was os.environ's ValueError; `metadata: []` in one cell made a batch
-    fail to read its notebook. A batch is started in the evening: a traceback costs the night."""
+    passes `isdigit` but not `int`. Rows have cut lines, columns that change their type, and bytes in another
+    encoding. A batch is started in the evening: a traceback costs the night."""
     check(surface)
 
 

@@ -16,11 +16,10 @@ from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
 from rloo_kit.data import tasks
-from rloo_kit.data.light_tokenizer import ROWS
 from rloo_kit.data.tasks import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.models import cold_start
-from rloo_kit.models.cold_start import PLANS, find_plan, joint_logits
+from rloo_kit.models.cold_start import PLANS, ROWS, find_plan, joint_logits
 from rloo_kit.models.embedded import (
     CARRIER,
     RECIPES,

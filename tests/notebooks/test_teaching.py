@@ -74,7 +74,7 @@ def test_the_tasks_of_the_library_are_shown(
     the embedded model, and with a file that has data.sources."""
     import rloo_kit as kit
     from rloo_kit.data import gym
-    from rloo_kit.models.embedded import build_tokenizer
+    from rloo_kit.models.cold_start import build_tokenizer
     from rloo_kit.system.isolation import WORKERS
 
     if not printed and not gym.is_importable("reasoning_gym"):

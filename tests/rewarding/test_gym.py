@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make
 
 def row(answer: str = "7", task: str = "chain_sum", **metadata: Any) -> str:
     entry = {"question": "3 + 4 =", "answer": answer, "metadata": metadata}
-    return json.dumps({"task": task, "options": {}, "level": None, "entry": entry})
+    return json.dumps({"task": task, "options": {}, "entry": entry})
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""What a server answers is not trusted, and the key goes to the server alone: the client against real sockets.
-
-tests/fuzz/test_answers.py searches for an answer that ends in a traceback.
-"""
+"""What a server answers is not trusted, and the key goes to the server alone: the client against real sockets."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Nine kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
+"""Kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
 
 import json
 import random
@@ -72,7 +72,6 @@ def literal(a: int, b: int) -> str:
 RIGHT = ({"name": "rewards.py:right"},)
 TASKS = (
     Task("literal", literal, "", ({"name": "answer_reward"},), 0, 1, leads="accuracy", greedy=True),
-    Task("sentence", lambda a, b: f"The sum is {a + b}.", right("number(answer)"), RIGHT, 0, 1),
     Task("json", lambda a, b: {"sum": a + b, "terms": [a, b]}, right('answer["sum"]'), RIGHT, 0, 1),
     Task(
         "penalty",
@@ -89,40 +88,6 @@ def penalty(completions, answer, **_):
         ({"name": "rewards.py:penalty"},),
         -1,
         0,
-        greedy=True,
-    ),
-    Task(
-        "several",
-        literal,
-        """
-def has_work(completions, **_):
-    \"\"\"1.0 if a line with a sum comes before the last one.\"\"\"
-    return [1.0 if "=" in text else 0.0 for text in completions]
-
-
-def length(completions, **_):
-    return [-min(size(text), 100) / 100 for text in completions]
-""",
-        (
-            {"name": "answer_reward"},
-            {"name": "rewards.py:has_work", "weight": 0.3},
-            {"name": "rewards.py:length", "weight": 0.1},
-        ),
-        -0.1,
-        1.3,
-        leads="accuracy",
-    ),
-    Task(
-        "no_answers",
-        None,
-        """
-def long(completions, **_):
-    return [min(size(text), 40) / 40 for text in completions]
-""",
-        ({"name": "rewards.py:long"},),
-        0,
-        1,
-        steps=8,
         greedy=True,
     ),
     Task(  # a newcomer's: no answer is ever right, the form is paid for, and the completions are cut off

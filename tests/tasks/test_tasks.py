@@ -1,4 +1,4 @@
-"""Files, verdict, words and every interval on every surface of nine kinds of tasks, recomputed from the run's files.
+"""Files, verdict, words and every interval on every surface of several kinds of tasks, recomputed from the run's files.
 
 The first model that was not the kit's own rose from 0.015 to 0.740 by its reward, and the kit said "no evidence:
 accuracy went from 0.0 % to 0.0 %, train longer".

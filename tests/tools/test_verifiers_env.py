@@ -2,21 +2,15 @@
 
 import functools
 import json
-import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.versions import is_importable
 from rloo_kit.tools.toolbox import ToolHost, open_toolbox, read_library_rows
-from rloo_kit.tools.verifiers_env import VerifiersEnvironment, read_verifiers_rows, read_versions
+from rloo_kit.tools.verifiers_env import VerifiersEnvironment, read_verifiers_rows
 
 needs_package = pytest.mark.skipif(not is_importable("verifiers"), reason="the package verifiers is not installed")
 
@@ -118,96 +112,3 @@ def test_what_a_run_does_not_have_is_refused_by_name(folder, what):
     (folder / f"{name}.py").write_text(TASKSET.format(**{"more": ""} | parts | REFUSED[what]))
     with pytest.raises(ConfigError, match=f"verifiers/{name} .*{what}"):
         read_verifiers_rows(name)
-
-
-def install(folder, name, version, *files):
-    """What pip leaves of a package: its metadata, and the files that it copied."""
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    for old in folder.glob(f"{name.replace('-', '_')}-*.dist-info"):
-        shutil.rmtree(old)
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-
-
-@pytest.fixture
-def site(folder, monkeypatch):
-    """A folder of installed packages, with `verifiers`."""
-    site = folder / "lib" / "site-packages"
-    install(site, "verifiers", "0.4.1")
-    monkeypatch.syspath_prepend(str(site))
-    return site
-
-
-def test_the_versions_of_an_environment_are_inputs_of_the_run(site):
-    """An update between a run and its resume brought other tasks, tools or rewards, and no line said so."""
-    assert read_versions("") == read_versions("mine.py:World") == read_versions("verifiers_of_mine:World") == {}
-    (site / "wordle.py").write_text("raise RuntimeError('imported')")
-    install(site, "wordle", "0.1.0", "wordle.py")
-    found = {"version of verifiers": "0.4.1", "version of wordle": "0.1.0"}
-    assert read_versions("verifiers/wordle") == read_versions("verifiers/someone/wordle@latest") == found
-    install(site, "wordle", "0.2.0", "wordle.py")
-    assert read_versions("verifiers/wordle") == found | {"version of wordle": "0.2.0"}
-    install(site, "verifiers", "0.5.0")
-    assert read_versions("verifiers/wordle")["version of verifiers"] == "0.5.0"
-
-
-def test_the_package_of_an_environment_may_have_another_name(site):
-    """Hyphens, and a package that is called otherwise than the module in it."""
-    for name, package in (("math-hard", "math-hard"), ("guess", "games-of-mine")):
-        module = name.replace("-", "_")
-        (site / module).mkdir()
-        (site / module / "__init__.py").touch()
-        install(site, package, "1.2", f"{module}/__init__.py")
-        found = read_versions(f"verifiers/{name}")
-        assert [value for key, value in found.items() if key.replace("_", "-") == f"version of {package}"] == ["1.2"]
-
-
-def test_of_a_package_in_the_users_folder_its_files_count(site, folder):
-    """An editable install is the way to write one: its version stays what it is while its source changes."""
-    package = folder / "project" / "kit_maze"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("from kit_maze.walls import Wall\n")
-    (package / "walls.py").write_text("Wall = 1\n")
-    (site / "kit_maze.pth").write_text(str(package.parent))
-    install(site, "kit-maze", "0.1.0", "kit_maze.pth")
-    sys.path.insert(1, str(package.parent))  # as the .pth does; the fixture restores the path
-    then = read_versions("verifiers/kit-maze")
-    assert then["version of kit_maze"] == "0.1.0" and "version of walls.py" in then
-    assert read_versions("verifiers/kit-maze") == then
-    (package / "walls.py").write_text("Wall = 2\n")
-    changed = {name for name, one in read_versions("verifiers/kit-maze").items() if one != then[name]}
-    assert changed == {"version of walls.py"}
-    names = ("verifiers", "kit_guess", "kit_guess.py")
-    assert set(read_versions("verifiers/kit_guess")) == {f"version of {name}" for name in names}
-    assert not {"kit_guess", "kit_maze", "wordle"} & set(sys.modules), "they are imported in the process of the tools"
-
-
-def test_a_resume_with_another_version_is_refused(site, folder, monkeypatch):
-    """Refused with both versions, and with a way on; a run of before that was recorded goes on."""
-    from rloo_kit.loop import training
-
-    monkeypatch.setattr(training, "open_toolbox", lambda run: None)
-    rloo = {"environment": "verifiers/kit-vault", "max_steps": 3}
-    settings = {"model": {"name": "smollm2/tools"}, "data": {"source": "verifiers/kit-vault"}, "rloo": rloo}
-    run = RunConfig.model_validate(settings | {"rewards": [], "run": {"name": "one", "output_dir": str(folder)}})
-    install(site, "kit-vault", "0.1.0", "kit_vault.py")
-    data = Data(Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": ["b"]}))
-
-    def check(step=None, accepts=False):
-        with RunDir.create(run, resume=step is not None) as run_dir:
-            run_dir.resumes_from = step and SimpleNamespace(step=step)
-            run_dir.accepts_changes = accepts
-            training.check_inputs(run, run_dir, SimpleNamespace(weights={}), data, [])
-        return json.loads((run_dir / "inputs.json").read_text())
-
-    began = check()
-    assert began["version of kit_vault"] == "0.1.0"
-    assert check(1) == began
-    install(site, "kit-vault", "0.2.0", "kit_vault.py")
-    with pytest.raises(ConfigError, match=r"version of kit_vault .0[.]1[.]0 then, 0[.]2[.]0 now.*--accept-changes"):
-        check(1)
-    assert check(1, accepts=True)["version of kit_vault"] == "0.2.0" == check(1)["version of kit_vault"]
-    without = {key: one for key, one in began.items() if not key.startswith("version of")}
-    (run.folder / "inputs.json").write_text(json.dumps(without))
-    assert check(1)["version of kit_vault"] == "0.2.0"
