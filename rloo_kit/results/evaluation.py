@@ -183,6 +183,12 @@ class Evaluation:
         found = asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
         return {name: value for name, value in found.items() if value or name != "tools"}
 
+    def summary(self) -> dict[str, Any]:
+        """The figures of `show --json`, each measure with the ends of its interval."""
+        kept = ("num_prompts", "judged_by", "closed_share", "truncated_share", "tools")
+        shown = {name: getattr(self, name) for name in kept} | {"thinking_tokens": self.mean_thinking_tokens}
+        return {name: list(self.ends(name)) for name in shared_measures(self)} | shown
+
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":
         """The evaluation from `to_dict`, such as `before.json`; raises ValueError for anything else."""

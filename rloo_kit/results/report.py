@@ -141,8 +141,8 @@ def _health(result: TrainResult) -> Table:
     for finding in result.findings:
         steps = f"{finding.since}" if finding.name in lasting else f"{finding.since} to {finding.last}"
         also = f"; consequences: {', '.join(finding.explains).replace('_', ' ')}" if finding.explains else ""
-        rows.append((finding.title, finding.level, steps, finding.found + also, finding.cause, finding.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+        rows.append((finding.title, steps, finding.found + also, finding.cause, finding.fix))
+    head = ("finding", "since step", "evidence", "cause", "fix")
     return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
-from rloo_kit.health.series import CEILING, CLIPPED, Series, at_ceiling, is_number
+from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, TRUNCATED, Context, Finding
+from rloo_kit.health.series import CEILING, Series, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import (
@@ -30,11 +30,13 @@ from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
-NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "reward_failures")
 BY_SUCCESS = ("no_signal", "no_movement")  # what a solved task shows too
 LONGEST_QUESTION = 60  # characters of an example in a command
 # Of accuracy that shorter thinking may cost: the first, or what the prompts can resolve, up to the second.
 MARGIN, WIDEST_MARGIN = 0.03, 0.1
+SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
+PRESSED = 0.2  # share of thoughts closed by the budget from which it asks for shorter ones
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
@@ -231,9 +233,8 @@ class _Facts:
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = self._describe_solved()
         lasting = {finding.name: finding for finding in result.lasting}
-        alarming = [finding for finding in result.lasting if finding.level == "alarming"]
-        blind = next((finding for name in NO_SIGNAL for finding in alarming if finding.name == name), None)
-        alarm = next((finding for finding in alarming if finding.name not in BY_SUCCESS), None)
+        blind = next((lasting[name] for name in NO_SIGNAL if name in lasting), None)
+        alarm = next((finding for finding in result.lasting if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
         self.findings |= {"first": first, "worst": broken or first}
@@ -335,12 +336,14 @@ class _Facts:
     @property
     def wants_shorter(self) -> bool:
         """Whether the run asks for less thinking."""
-        return self.before is not None and Context.of(self.run).wants_shorter(self.before.forced_share)
+        weights = self.run.reward_weights
+        is_pressed = self.before is not None and (self.before.forced_share or 0.0) >= PRESSED
+        return is_pressed or (self.before is not None and any(weights.get(name, 0.0) > 0 for name in SHORTENING))
 
     @property
     def is_cut_off(self) -> bool:
         """Whether nearly all held-out completions reach the limit, in a run too short for the health rule, too."""
-        return self.sides is not None and CLIPPED.is_alarming(self.sides[1].truncated_share)
+        return self.sides is not None and self.sides[1].truncated_share > TRUNCATED
 
     def list_more(self, outcome: Outcome) -> Iterator[str]:
         """What else was measured, to follow the row's sentence."""

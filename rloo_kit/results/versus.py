@@ -86,10 +86,8 @@ class RunComparison:
         runs = []
         for one in self.runs:
             found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
-            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
-            for when, side in named_sides(one.before, one.after).items():
-                found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
-                found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
+            found |= {name: side.summary() for name, side in named_sides(one.before, one.after).items()}
             lead = None if one.lead is None else one.lead.to_dict()
             changed = {key: list(pair) for key, pair in one.changed.items()}
             runs.append(found | {"lead": lead, "word": one.word, "changed": changed})

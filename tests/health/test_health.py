@@ -12,7 +12,6 @@ from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
-from rloo_kit.health.series import LAST_ROWS, RANGES, judge_metrics
 from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,18 +103,15 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("reward_hacking", hacked(ANSWER, 0.02), {}, "--order best"),
     ("reward_hacking", hacked("eval/accuracy", 0.02), {}, "mine rose"),
     ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
-    ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
+    ("reward_failures", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
     ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
     ("cold_start", [TIED | {ANSWER: 0.0}] * 8, {}, "rloo-kit sft"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
-    ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
-    ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
-    ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
     ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
@@ -132,20 +128,6 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     assert look(rows, **options, modes=modes) == []
 
 
-@pytest.mark.parametrize(("weights", "forced"), [({}, 0.5), ({"relative_length_penalty": 0.4}, 0.0)])
-def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[str, float], forced: float) -> None:
-    """A run that halved its thinking got the advice for collapsed lengths. Each run of a Qwen3 model has a budget,
-    which leaves room for the answer and asks for nothing."""
-
-    def found(rows: list[dict[str, Any]], **usual: Any) -> list[str]:
-        return [one.name for one in look([{"thinking/forced_ratio": forced} | row for row in rows], **usual)]
-
-    shorter = drift("thinking/mean_length", 50, 5)
-    worse = [row | {ANSWER: 0.7 - 0.01 * n} for n, row in enumerate(shorter)]
-    assert found(shorter, weights=weights) == [] and "length_collapse" in found(worse, weights=weights)
-    assert "length_collapse" in [one.name for one in look(shorter, thinking_budget=3552)]
-
-
 def test_every_rule_has_its_key_and_its_case() -> None:
     """A rule without a key cannot be set to stop or off; one without a test case may never fire, and one that no page
     explains has to be looked up in the source."""
@@ -155,7 +137,6 @@ def test_every_rule_has_its_key_and_its_case() -> None:
     assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     assert [name for name in RULES if f"| `{name}` |" not in text] == []
-    assert {limits.rule for limits in RANGES} - {""} <= set(RULES)
 
 
 def learnt() -> list[dict[str, Any]]:
@@ -209,7 +190,7 @@ CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
     "the published recipe: 128 tokens, -1 without </think>": (
         [TIED | PUBLISHED] * 6, ["truncation"], {"no_signal", "no_movement", "cold_start"}),
     "rewards that fail": ([NONE | {"rewards/failed_ratio": 1.0}] * 6, ["reward_failures"], set()),
-    "rewards of None": ([NONE] * 6, ["all_none"], set()),
+    "rewards of None": ([NONE] * 6, ["reward_failures"], set()),
     "a limit leaves thinking open": (
         [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
     "open thinking reaches the limit": (
@@ -308,28 +289,3 @@ def test_what_stops_a_run_and_what_does_not() -> None:
     assert again.stopped_by == "no_signal"
     warned = HealthWatch(make_context({"no_signal": "warn"}), rows)
     assert warned.stopped_by is None
-
-
-# ------------------------------------------------------------------------------------------------ single metrics
-
-LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("entropy", 0.05, "healthy", "")]
-LEVELS += [("completions/clipped_ratio", 0.31, "watch", "rloo.max_completion_length")]
-LEVELS += [("entropy", 5.0, "watch", "rloo.learning_rate"), ("entropy", 0.009, "alarming", "rloo.temperature")]
-LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
-
-
-def test_levels_at_the_limits() -> None:
-    """A limit that includes its own value would call a healthy run alarming."""
-    for metric, value, level, key in LEVELS:
-        (found,) = judge_metrics([{metric: value}])
-        assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
-
-
-def test_means_are_over_the_last_rows_that_have_a_number() -> None:
-    """One odd step is not an alarm; a NaN, or a row of a reused rollout without the metric, must not count as 0."""
-    rows = [{"kl": 9.0}] * 5 + [{"kl": 0.1}] * (LAST_ROWS - 3) + [{"kl": math.nan}, {"kl": None}, {"loss": 0.0}]
-    (found,) = judge_metrics(rows)
-    assert (found.name, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
-    assert judge_metrics(rows, last=len(rows))[0].level == "alarming"
-    assert judge_metrics([]) == [] and judge_metrics([{"kl": True}]) == []
-    assert judge_metrics([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"

@@ -88,9 +88,9 @@ def finished(run: RunConfig) -> Any:
     (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}, "written": "2026-01-02T03:04:05+0000"}')
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
     Rollouts(folder).append(rows)
-    over = Finding("never_closed", "31 % of the <tokens>", "read rollouts/", level="alarming", cause="circles")
+    over = Finding("never_closed", "31 % of the <tokens>", "read rollouts/", cause="circles")
     over.since, over.last = 8, 12
-    holds = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", since=16, last=30)
+    holds = Finding("truncation", "90 % cut off", "raise it", cause="too short", since=16, last=30)
     holds.explains = ["no_signal"]
     return TrainResult(
         folder=folder, adapter_folder=folder / "adapter", steps=30, metrics=make_metrics(30), seconds=75.4,

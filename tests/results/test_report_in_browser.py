@@ -55,7 +55,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[3] |= {"turns": turns, "tool_calls": 1, "tool_failures": 1, "cut_by": None}
     Rollouts(run.folder).append(rows)
     since = {"since": 16, "last": 30, "explains": ["no_signal"]}
-    finding = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", **since)
+    finding = Finding("truncation", "90 % cut off", "raise it", cause="too short", **since)
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
     before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
     after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])

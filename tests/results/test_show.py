@@ -81,17 +81,6 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     assert "A step takes 12.3 s: rollout 9.1 s (74 %), rewards 0.3 s (2 %)," in " ".join(map(str.strip, lines))
 
 
-def test_each_sign_is_judged_with_its_key(make_run: Callable[..., Path]) -> None:
-    """A level without the key to change leaves an agent guessing among sixty."""
-    tied = {"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}
-    cut, key = {"completions/clipped_ratio": 0.5}, "rloo.max_completion_length"
-    for changes, level, words in ((cut, "watch", key), (tied, "alarming", "every advantage is zero")):
-        folder = make_run(make_rows(**changes), overrides=(f"run.name={level}",))
-        code, found = call_json(folder)
-        assert (code, found["level"]) == (int(level == "alarming"), level) and words in found["actions"][0], found
-        assert words in " ".join(call(folder)[1].split()), "the terminal says the same"
-
-
 def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., Path]) -> None:
     """A run that found its signal after ten tied steps is fine now."""
     rows = make_rows(10, frac_score_zero_std=1.0, reward_std=0.0)
@@ -104,6 +93,7 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     code, found = call_json(make_run(rows[:10], "finished", ("run.name=again",)))
     (one,) = found["health"]
     assert (code, one["rule"], one["since"], one["holds"]) == (1, "no_signal", 1, True)
+    assert found["level"] == "alarming" and "data.source" in found["actions"][0]
     assert found["verdict"]["kind"] == "no signal"
 
 
