@@ -148,15 +148,12 @@ class Comparison:
         leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
             where it says nothing.
         changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
-        apart: whether the own intervals of the deciding measure do not overlap; None if one of the two lacks it, or if
-            they overlap although the change is significant.
         made_differently: descriptions of settings whose difference makes the means incomparable.
     """
 
     leading: str
     word: str
     changes: dict[str, Change]
-    apart: bool | None
     made_differently: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -181,13 +178,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     names = ("accuracy", f"greedy_{leading}", "win_rate", "reward")
     changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
     word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
-    old, new = before.measure(leading), after.measure(leading)
-    apart = None
-    if old is not None and new is not None:
-        lead = changes.get(leading)
-        is_apart = old.high < new.low or new.high < old.low
-        apart = None if not is_apart and lead is not None and (lead.rose or lead.fell) else is_apart
-    return Comparison(leading, word, changes, apart, tuple(setting_differences(before, after)))
+    return Comparison(leading, word, changes, tuple(setting_differences(before, after)))
 
 
 @dataclass
@@ -222,10 +213,6 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
 def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, int], str]:
     """The kind of each prompt that both measured, by its digest and the number of earlier ones."""
     both = pair_means(before, after, name)
-    if before.prompt_digests is None or after.prompt_digests is None:  # by place then: the samples name the prompts
-        judged = [one["prompt"] for one in after.all_samples if name not in ACCURACIES or one["correct"] is not None]
-        names = dict(enumerate(number_repeats(map(digest_prompt, judged))))
-        both = {names.get(key[1], key): pair for key, pair in both.items()}
     if name in ACCURACIES:
         kinds = "still wrong", "fixed", "broken", "still right"
         return {key: kinds[2 * (old >= RIGHT) + (new >= RIGHT)] for key, (old, new) in both.items()}

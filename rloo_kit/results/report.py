@@ -1,21 +1,12 @@
 """`report.html` of a run: the outcome, its reasons, the completions. `templates/report.html.jinja` has the text."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
-from rloo_kit.results.changes import (
-    HeldOut,
-    HeldOutHistory,
-    change_of,
-    compare,
-    find_changes,
-    parse_evaluations,
-    read_evaluations,
-)
+from rloo_kit.results.changes import change_of, compare, find_changes, parse_evaluations, read_evaluations
 from rloo_kit.results.evaluation import (
     SHARES,
     THINKING,
@@ -91,9 +82,6 @@ def write_report(
         budgets=None if budgets is None else draw_chart(budgets),
         changes=changes,
         changed=Table("Held-out prompts by change", ("measure", *kinds), counted, numbers=range(1, 9)),
-        evaluations=during,
-        during=_during(during, measure, evaluations[-1].get("best_step")) if during else None,
-        measure=name_of(measure, *(one.evaluation for one in during)),
         rollouts=rollouts,
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,
@@ -144,22 +132,3 @@ def _health(result: TrainResult) -> Table:
         rows.append((finding.title, steps, finding.found + also, finding.cause, finding.fix))
     head = ("finding", "since step", "evidence", "cause", "fix")
     return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
-
-
-def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:
-    """Each evaluation during training, against the best before it."""
-    history, sides = HeldOutHistory(measure, None), [one.evaluation for one in during]
-    shown = [name for name in shared_measures(*sides) if name in ("reward", measure) or not says_nothing(*sides)]
-    thinks = any(one.mean_thinking_tokens is not None for one in sides)
-    rows = []
-    for one in during:
-        values = [str(value) for name in shown if (value := one.evaluation.measure(name)) is not None]
-        if thinks:
-            mean = one.evaluation.mean_thinking_tokens
-            values.append("-" if mean is None else f"{mean:.1f}")
-        against = history.compare_with_best(one)
-        history.observe(one)
-        rows.append((one.step, *values, f"{against:+.3f}" if against else "-", "best" if one.step == best else ""))
-    names = [*(name_of(name, *sides) for name in shown), *(["thinking tokens"] if thinks else [])]
-    head = ("step", *names, "vs. the best before", "kept")
-    return Table("Each evaluation, with its interval", head, rows, numbers=range(len(head) - 1))

@@ -2,7 +2,6 @@
 `comparison.html`, a single file that fetches nothing."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,15 +14,21 @@ from rich.text import Text
 from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.results.changes import Change, HeldOut, change_of, parse_evaluations, read_evaluations
-from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, setting_differences, shared_measures
+from rloo_kit.results.evaluation import (
+    Evaluation,
+    name_of,
+    named_sides,
+    rewards_differ,
+    setting_differences,
+    shared_measures,
+)
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.pages import TONES, Cell, format_duration, make_page
 from rloo_kit.results.pages import Table as PageTable
 from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_points, points_of, signal_shares
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
-from rloo_kit.runs.files import read_object, write_text
+from rloo_kit.runs.files import write_text
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import INPUTS
 from rloo_kit.runs.reader import read_run_id
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
@@ -161,12 +166,7 @@ def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | No
         return None, f"measured differently ({'; '.join(apart)})"
     judges = [side.judged_by for side in (first.after, one.after) if side.judged_by is not None]
     words = [f"their accuracies are not of one kind ({' and '.join(judges)})"] if len(set(judges)) > 1 else []
-    began, other = (read_object(side.result.folder / INPUTS) for side in (first, one))  # what both recorded
-    changed = [name for name in began if name in other and began[name] != other[name]]
-    columns = [name for name in changed if name.endswith("of the held-out prompts")]
-    if columns and "column prompt of the held-out prompts" not in columns:
-        return None, f"measured differently ({', '.join(columns)})"
-    other_rewards = _rewards(first) != _rewards(one) or any(re.search("[.]py$|^reward ", name) for name in changed)
+    other_rewards = _rewards(first) != _rewards(one) or rewards_differ(first.after, one.after)
     for name in sorted(shared_measures(first.after, one.after), key=lambda name: name != measure):
         is_other = other_rewards if name.endswith("reward") else bool(words)
         if not is_other and (found := change_of(name, first.after, one.after)) is not None:

@@ -226,7 +226,7 @@ def by_reward(values: list[float]) -> Evaluation:
 
 
 def test_report_shows_the_evaluations_during_training(run: RunConfig, result: Any) -> None:
-    """No readable file said which step adapter/ is from. A damaged row is left out."""
+    """No readable file said which step adapter/ is from. A damaged row is left out, and one by an edited reward."""
     rows = []
     for step, value, best in ((0, 1.0, 0), (10, 2.0, 10), (20, 1.25, 10)):
         found = by_reward([value, value + 1, value - 1])
@@ -246,4 +246,4 @@ def test_report_shows_the_evaluations_during_training(run: RunConfig, result: An
     shown = words(text)
     assert "stopped early" in shown and "adapter/ has the weights of step 10, the best evaluation." in shown
     assert "Held-out reward" in shown and "during training, 3 prompts" in shown and "evaluations.jsonl" in text
-    assert shown.count("vs. the best before") == 1 and "77.000" not in shown
+    assert "3 prompts 1 at step 0, 1.25 at step 20" in text

@@ -74,7 +74,8 @@ def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evalua
     made = []
     for values in (old, new):
         measures = {"accuracy": mean_of(values), "greedy_accuracy": mean_of(values[::-1])}
-        one = Evaluation("", len(values), 1, 1.0, 64, measures, prompts_digest="x")
+        digests = [digest_prompt(f"{number}+1=") for number in range(len(values))]
+        one = Evaluation("", len(values), 1, 1.0, 64, measures, prompts_digest="x", prompt_digests=digests)
         kept = [make_sample(n, value == 1.0) for n, value in enumerate(values[:samples])]
         one.samples, one.more_samples = kept[:1], kept[1:]
         made.append(one)
@@ -89,7 +90,7 @@ def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> No
     assert [entry["kind"] for entry in found.prompts] == ["broken", "still wrong", "fixed", "still right"]
     assert found.prompts[0]["prompt"] == "3+1=" and found.prompts[0]["before"]["correct"] is True
     before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
-    after.prompts_digest = "y"  # other prompts
+    after.prompts_digest, after.prompt_digests = "y", ["1", "2"]  # other prompts
     assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
@@ -98,7 +99,9 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
     before, after = make_sides([0, 1], [1, 1], samples=2)
     for one in (before, after):
         one.num_prompts = 3
-        one.measures["accuracy"].per_prompt.insert(0, None)
+        for measured in one.measures.values():
+            measured.per_prompt.insert(0, None)
+        one.prompt_digests.insert(0, digest_prompt("9+1="))
         one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
     kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
     assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}
@@ -107,7 +110,6 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
 def test_prompts_of_nested_evaluations_are_counted_where_both_measured() -> None:
     """100 of the same 300 prompts: nothing was counted, because one digest stood for all of them."""
     before, after = make_sides([1, 0, 0, 1, 1, 0], [0, 1, 1], samples=6)
-    before.prompt_digests = [digest_prompt(f"{number}+1=") for number in range(6)]
     after.samples, after.more_samples = [], [make_sample(number, number > 3) for number in (3, 4, 2)]
     after.prompts_digest, after.prompt_digests = "y", [digest_prompt(f"{number}+1=") for number in (3, 4, 2)]
     found = find_changes(before, after)

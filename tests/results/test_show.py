@@ -254,21 +254,14 @@ def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[...,
     assert "reward before" in " ".join(call(a, c)[1].split())
 
 
-def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., Path]) -> None:
-    """A reward of one name that paid more after an edit was "ahead: reward +0.50", and corrected answers cost a run its
-    accuracy."""
+def test_runs_with_an_edited_reward_are_not_ranked_by_it(make_run: Callable[..., Path]) -> None:
+    """A reward of one name that paid more after an edit was "ahead: reward +0.50"."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
     for run, right in ((a, 10), (b, 90)):
         measures = {"reward": measure(right), "rewards/exact": measure(98)}
-        write_evaluation(run, 10, judged_by="exact match", measures=measures)
-    for key in ("own.py", "reward score, keywords"):  # as `read_sources` names them
-        for run, source in ((a, "1"), (b, "2")):
-            inputs = {key: source, "column answer of the held-out prompts": "x"}
-            (run / "inputs.json").write_text(json.dumps(inputs))
-        sentence = call_json(a, b)[1]["sentence"]
-        assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
-    (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
-    assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+        write_evaluation(run, 10, judged_by="exact match", measures=measures, sources=f"digest {right}")
+    sentence = call_json(a, b)[1]["sentence"]
+    assert "ahead" not in sentence and "without the rewards, which were edited" in sentence
 
 
 # ---------------------------------------------------------------------------------------------- their page
