@@ -9,15 +9,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.errors import RunNotFoundError
-from rloo_kit.health.rules import Context
 from rloo_kit.health.series import is_number
-from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows, named_sides
 from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
-from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
+from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
@@ -39,38 +36,34 @@ COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run's status (STATUS of `status.json`), verdict, evaluations (None if missing), rows of metrics and seconds of
-    training; `findings` of the health rules, in the whole run, each with whether it `holds` at the last step."""
+    """A run's result, status (STATUS of `status.json`), verdict and evaluations (None if missing)."""
 
-    folder: Path
+    result: TrainResult
     status: dict[str, Any]
     verdict: Verdict
     before: Evaluation | None
     after: Evaluation | None
-    findings: list[dict[str, Any]]
-    rows: list[dict[str, Any]]
-    seconds: float
 
     @property
     def level(self) -> str | None:
-        """ "alarming" if a finding holds, else "healthy"; None before the first step."""
-        is_alarming = any(finding["holds"] for finding in self.findings)
-        return ("alarming" if is_alarming else "healthy") if self.rows else None
+        """ "alarming" if a health finding holds at the last step, else "healthy"; None before the first step."""
+        return ("alarming" if self.result.lasting else "healthy") if self.result.metrics else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        values: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
+        values: dict[str, Any] = {"folder": str(self.result.folder)} | self.status | {"verdict": self.verdict.to_dict()}
         values |= {name: side.summary() for name, side in named_sides(self.before, self.after).items()}
         values["prompts"] = find_changes(self.before, self.after).counts
-        actions = [finding["fix"] for finding in self.findings if finding["holds"]]
-        values |= {"level": self.level, "actions": actions, "health": self.findings}
-        return values | {"means": _means(self.rows[-LAST_ROWS:]), "first": _means(self.rows[:LAST_ROWS])}
+        lasting, rows = self.result.lasting, self.result.metrics
+        values |= {"level": self.level, "actions": [finding.fix for finding in lasting]}
+        values["health"] = [finding.to_dict() | {"holds": finding in lasting} for finding in self.result.findings]
+        return values | {"means": _means(rows[-LAST_ROWS:]), "first": _means(rows[:LAST_ROWS])}
 
     def __rich__(self) -> Group:
         step, total = self.status.get("step"), self.status.get("max_steps")
-        head = f"{self.folder}: {self.status.get('state')}"
+        head, seconds = f"{self.result.folder}: {self.status.get('state')}", self.result.seconds
         head += "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
-        head += f", {format_seconds(self.seconds)} of training" if self.seconds else ""
+        head += f", {format_seconds(seconds)} of training" if seconds else ""
         verdict = Text(str(self.verdict))
         verdict.stylize(f"bold {COLORS[TONES.get(self.verdict.kind, '')]}", 0, len(self.verdict.kind))
         if self.status.get("error"):
@@ -90,15 +83,14 @@ class RunOverview:
         curves = self._curves()
         if curves.row_count:
             parts += [Text(""), curves]
-        if (time := split_time(self.rows)) is not None:
+        if (time := split_time(self.result.metrics)) is not None:
             parts += [Text(""), Text(fill_text(f"{time}."))]
-        if self.findings:
+        if self.result.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
-            for finding in self.findings:
-                over = "" if finding["holds"] else f" (over after step {finding['last']})"
-                rule = finding["rule"].replace("_", " ")
-                text = f"  {rule} since step {finding['since']}{over}: {finding['evidence']}"
-                parts.append(Text(fill_text(f"{text}. {finding['cause']}. To do: {finding['fix']}")))
+            for finding in self.result.findings:
+                over = "" if finding in self.result.lasting else f" (over after step {finding.last})"
+                text = f"  {finding.title} since step {finding.since}{over}: {finding.found}"
+                parts.append(Text(fill_text(f"{text}. {finding.cause}. To do: {finding.fix}")))
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -108,11 +100,11 @@ class RunOverview:
         """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
         curves = [
             (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [p.value for p in points], chart.form)
-            for chart in select_charts(self.rows)
+            for chart in select_charts(self.result.metrics)
             for name, points in chart.series.items()
         ]
         width = columns() - 24 - max((len(title) for title, *_ in curves), default=0)
-        each = f" {mean_window(len(self.rows))}" if len(self.rows) >= SMOOTH_FROM else ""
+        each = f" {mean_window(len(self.result.metrics))}" if len(self.result.metrics) >= SMOOTH_FROM else ""
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", f"first{each}", f"last{each}"):
             table.add_column(title, justify="right" if title.startswith(("first", "last")) else "left", no_wrap=True)
@@ -126,24 +118,14 @@ class RunOverview:
 def describe_run(source: str | Path) -> RunOverview:
     """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none."""
     run = find_run(source)
-    run_dir = RunReader(Path(run.folder))
-    status = run_dir.status()
-    if not status:
-        raise RunNotFoundError(
-            f"{run_dir.folder} is not a run's folder: it has no status.json. rloo-kit train writes runs to "
-            "OUTPUT_DIR/NAME; a batch writes them to BATCH/NAME/run"
-        )
     result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
-    watch = HealthWatch(Context.of(run), result.metrics)
+    status = RunReader(result.folder).status()
     return RunOverview(
-        folder=run_dir.folder,
+        result=result,
         status={key: status[key] for key in STATUS if status.get(key) is not None},
         verdict=judge_run(run, result, before, after),
         before=before,
         after=after,
-        findings=[one.to_dict() | {"holds": watch.holds(one)} for one in watch.findings],
-        rows=result.metrics,
-        seconds=result.seconds,
     )
 
 

@@ -5,7 +5,6 @@ The id of the closing tag, not the text, decides whether a completion closed its
 
 import itertools
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,21 +120,18 @@ KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens",
 
 @dataclass(frozen=True)
 class PickedCompletions:
-    """Some completions of one step (`describe_completion` of each), and shares and means over all of them, by name."""
+    """Some completions of one step (`describe_completion` of each)."""
 
     folder: Path
     step: int
-    shares: dict[str, Any]
     completions: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"folder": str(self.folder), "step": self.step} | self.shares | {"completions": self.completions}
+        return {"folder": str(self.folder), "step": self.step, "completions": self.completions}
 
     def __rich__(self) -> Group:
-        shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
-        numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
-        parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
+        parts = [Text(f"{self.folder}, step {self.step}", style="bold")]
         for completion in self.completions:
             parts += [Text(""), Text(plain(completion["prompt"]), style="bold")]
             texts = [*completion["steps"], ("thinking", completion["thinking"]), ("text", completion["answer"])]
@@ -185,7 +181,7 @@ def pick_completions(
         scored = [row for row in rows if row["reward"] is not None]
         ordered = sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
     picked = [describe_completion(row, max_chars) for row in ordered[:num]]
-    return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
+    return PickedCompletions(folder, rows[0]["step"], picked)
 
 
 def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -197,27 +193,6 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
     start = {"prompt": cut_middle(str(row["prompt"]).strip(), max_chars), "steps": steps}
     kept = {key: row[key] for key in (*KEPT, *OF_TOOLS) if key in row}
     return start | parts | kept | {"columns": row.get("columns", {})}
-
-
-def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    groups: defaultdict[int, set[Any]] = defaultdict(set)
-    for row in rows:
-        groups[row["group"]].add(row["reward"])
-
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return {
-        "num_completions": len(rows),
-        "closed_share": mean(row["closed"] and not row["forced"] for row in rows),
-        "forced_share": mean(row["forced"] for row in rows),
-        "truncated_share": mean(row["truncated"] for row in rows),
-        "groups_with_signal_share": mean(len(rewards - {None}) > 1 for rewards in groups.values()),
-        "mean_tokens": mean(row["completion_tokens"] for row in rows),
-        "mean_thinking_tokens": mean(row["thinking_tokens"] for row in rows if row["closed"]),
-        "mean_reward": mean(row["reward"] for row in rows),
-    }
 
 
 MOST_ROLLOUTS = 1000  # in a page

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
-from rloo_kit.errors import ConfigError, RunNotFoundError
+from rloo_kit.errors import ConfigError
 from rloo_kit.results.changes import Change, HeldOut, change_of, parse_evaluations, read_evaluations
 from rloo_kit.results.evaluation import (
     Evaluation,
@@ -129,11 +129,7 @@ def compare_runs(sources: Sequence[str | Path], names: Sequence[str] | None = No
     names = names or _short_names([Path(run.folder) for run in runs])
     made: list[Contestant] = []
     for name, run in zip(names, runs, strict=True):
-        try:
-            result = load_result(run)
-        except RunNotFoundError:
-            raise RunNotFoundError(f"{run.folder} is not a run's folder: it has no status.json") from None
-        before, after = load_evaluation(run, "before"), load_evaluation(run, "after")
+        result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
         made.append(Contestant(name, run, result, before, after, judge_run(run, result, before, after)))
     first, measure = made[0], measure_of(made)
     compared = [first]

@@ -132,8 +132,6 @@ def test_thinking_and_answer_are_parted_where_the_row_says(make_run: Callable[..
     shown = [(one["thinking"], one["answer"]) for one in found["completions"]]
     expected = [("one", "2"), ("says </think> but goes on", None), ("two</think>and", "2"), (None, "just 2")]
     assert code == 0 and shown == expected
-    assert found["closed_share"] == 0.25, "as thinking/closed_ratio: a forced close does not count"
-    assert (found["truncated_share"], found["forced_share"]) == (0.25, 0.25)
     assert [one["forced"] for one in found["completions"]] == [False, False, True, False]
     printed = call(folder, "--completions", "9")[1]
     assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 9" in printed
