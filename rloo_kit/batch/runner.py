@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from rloo_kit.batch.batch_file import Batch, BatchRun
 from rloo_kit.config.run import changed_keys
 from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError, shorten
-from rloo_kit.results.pages import TONES, Cell, Table, format_duration, make_page
+from rloo_kit.results.pages import TONES, Cell, Table, make_page
 from rloo_kit.results.versus import RunComparison, compare_runs, page_values
 from rloo_kit.runs.checkpoints import STEM
 from rloo_kit.runs.files import now, read_object, write_json, write_text
@@ -325,7 +325,7 @@ class BatchRunner:
         for name, status in self.statuses.items():
             pages = [f"{name}/{TRAINING}/report.html", f"{name}/{NOTEBOOK}", f"{name}/{LOG}"]
             link = next((page for page in pages if (self.batch.folder / page).is_file()), "")
-            seconds = format_duration(status.seconds) if status.seconds else "-"
+            seconds = format_seconds(status.seconds) if status.seconds else "-"
             state = Cell(status.state, tone=TONES.get(status.state, ""), under=first_line(status.error or ""))
             rows.append((Cell(name, link=link), state, seconds))
         values: dict[str, Any] = {"summary": [], "tables": [], "curves": None}

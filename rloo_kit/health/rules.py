@@ -189,12 +189,6 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
         return None
     since = seen.since("reward", at, lambda reward: reward <= (high + low) / 2)
     text = f"the reward fell from {high:.3g} to {low:.3g} while {', '.join(filter(None, signs))}"
-    norms = [(point.value, point.step) for point in seen.all("grad_norm")[-500:] if point.step <= since]
-    earlier = [norm for norm, step in norms if norm > 0]
-    if earlier:
-        norm, step = max(norms[-5:])
-        times = norm / statistics.median(earlier)
-        text += f"; the gradient norm was {norm:.3g} at step {step}, {times:.1f} times its median" if times > 3 else ""
     return Evidence(since, text)
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.system.console import picture_controls
+from rloo_kit.system.console import format_seconds, picture_controls
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -83,7 +83,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else show_text(value),
     )
-    environment.filters |= {"thousands": "{:,}".format, "duration": format_duration, "short": format_count}
+    environment.filters |= {"thousands": "{:,.0f}".format, "duration": format_seconds}
     return environment
 
 
@@ -100,23 +100,3 @@ def embed_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_IN_SCRIPTS)
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as text.
-
-    >>> format_duration(7.25), format_duration(75), format_duration(3675)
-    ('7.2 s', '1 min 15 s', '1 h 1 min')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def format_count(number: float) -> str:
-    """A large number in short form.
-
-    >>> format_count(950), format_count(171_300), format_count(2_400_000)
-    ('950', '171,300', '2.4 million')
-    """
-    return f"{number / 1e6:,.1f} million" if number >= 1e6 else f"{number:,.0f}"

@@ -5,7 +5,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -15,7 +15,6 @@ from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
 from rloo_kit.health.series import Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, says_nothing
-from rloo_kit.results.intervals import Measured
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
@@ -24,7 +23,6 @@ MOST_POINTS = 240  # of a line; longer ones show the minimum and maximum of each
 SMOOTH_FROM = 20  # points from which a moving mean is drawn over the values
 COLORS = 8  # for series of equal rank
 MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
-BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
 SAME = 1e-9  # values that differ by less count as equal
 FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 PARTS = {"rollout": "rollout", "rewards": "reward", "gradient": "gradient", "evaluation": "evaluation"}  # time/PART_s
@@ -190,15 +188,6 @@ def draw_chart(chart: Chart) -> Drawing:
         legend=[(kind, name) for kind, name, _ in shown if name],
         found={mark.name: mark.title for mark in chart.marks},
     )  # fmt: skip
-
-
-def draw_bar(shares: Mapping[str, Measured]) -> list[tuple[str, ...]]:
-    """Class of the style, dot, left and right end of each share, by class, in the bar's viewBox."""
-
-    def x(share: float) -> str:
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
-
-    return [(kind, *map(x, measured.ends)) for kind, measured in shares.items()]
 
 
 def describe_chart(chart: Chart) -> str:

@@ -21,7 +21,6 @@ from rloo_kit.results.pages import Table, make_page
 from rloo_kit.results.plots import (
     budget_chart,
     choose_curves,
-    draw_bar,
     draw_chart,
     held_out_chart,
     in_order,
@@ -103,23 +102,21 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
     names = [*(["win_rate"] if any(side.measure("win_rate") for side in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
     titles |= {THINKING: "Thinking tokens", "closed_share": "Thinking closed", "forced_share": "Closed by the budget"}
-    names.append(THINKING)
     tiles = []
     for name, title in titles.items():
         values = [None if side is None else getattr(side, name, side.value(name)) for side in (before, after)]
         if values == [None, None]:
             continue
-        is_share = name in (*SHARES, "closed_share", "forced_share")
-        factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
-        tile: dict[str, Any] = {"title": title, "sides": values, "is_share": is_share, "change": "", "bar": []}
-        change = None if before is None or after is None or name not in names else change_of(name, before, after)
-        if change is not None:
-            value, low, high = (f"{factor * end:+.{digits}f}" for end in change.difference.ends)
-            tile["change"] = f"{value}{unit} [{low}, {high}]"
-        if name in SHARES:
-            measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
-            tile["bar"] = draw_bar({kind: share for kind, share in measured.items() if share is not None})
-        tiles.append(tile)
+        measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
+        tiles.append(
+            {
+                "title": title,
+                "sides": values,
+                "is_share": name in (*SHARES, "closed_share", "forced_share"),
+                "change": None if before is None or after is None else change_of(name, before, after),
+                "bar": [(kind, share.ends) for kind, share in measured.items() if share is not None and name in SHARES],
+            }
+        )
     return tiles
 
 

@@ -23,7 +23,7 @@ from rloo_kit.results.evaluation import (
     shared_measures,
 )
 from rloo_kit.results.intervals import Measured
-from rloo_kit.results.pages import TONES, Cell, format_duration, make_page
+from rloo_kit.results.pages import TONES, Cell, make_page
 from rloo_kit.results.pages import Table as PageTable
 from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_points, points_of, signal_shares
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
@@ -239,7 +239,7 @@ def _every_run(runs: Sequence[Contestant], place: Path) -> PageTable:
             Cell(one.name, link=link, key=f"c{number % COLORS}"),
             Cell(one.verdict.kind, tone=TONES.get(one.verdict.kind, "")),
             *("-" if value is None else _value(value) for value in one.measured(measure)),
-            lead, one.result.steps, format_duration(one.result.seconds),
+            lead, one.result.steps, format_seconds(one.result.seconds),
         ))  # fmt: skip
     return PageTable("Every run", column_titles(runs), rows)
 
