@@ -464,7 +464,6 @@ class HealthSection(Section):
     cold_start: OnFinding = key("warn", "almost no completion is right from the start")
     no_signal: OnFinding = key("warn", "all completions of each group get the same reward")
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
-    never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
     sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")

@@ -217,7 +217,7 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-    follows=("broken_policy", "never_closed"),
+    follows=("broken_policy",),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
     point = seen.held("completions/clipped_ratio", lambda share: share > TRUNCATED, context.no_signal_steps)
@@ -252,7 +252,7 @@ def cold_start(seen: Series, context: Context) -> Evidence | None:
     fix="use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
     "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
     "a reward whose pattern wants <think> gives all the same if the prompt opens it",
-    follows=("reward_failures", "broken_policy", "truncation", "cold_start", "entropy_collapse", "never_closed"),
+    follows=("reward_failures", "broken_policy", "truncation", "cold_start", "entropy_collapse"),
 )  # fmt: skip
 def no_signal(seen: Series, context: Context) -> Evidence | None:
     # A KL penalty alone makes the rewards of a group differ, so the scores before the penalty come first.
@@ -307,7 +307,7 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
-    follows=("broken_policy", "reward_hacking", "never_closed"),
+    follows=("broken_policy", "reward_hacking"),
 )  # fmt: skip
 def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
     low = seen.lasting("entropy", lambda nats: nats < 0.01, 5)
@@ -321,26 +321,6 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
         return None
     share = last_of(seen, name, 1)[0]
     return Evidence(same.step, f"{text}, and {share:.0%} of the completions, of all prompts, are identical")
-
-
-@rule(
-    "thinking/closed_ratio", "completions/clipped_ratio",
-    cause="No reward pays for closing the thinking, or one pays for leaving it open",
-    fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
-    "only runs out of room",
-    follows=("broken_policy", "truncation"),
-)  # fmt: skip
-def never_closed(seen: Series, context: Context) -> Evidence | None:
-    name, least = "thinking/closed_ratio", 0.2
-    now, begun = seen.last(name, 5), mean(seen.first(name, 3) or [0.0])
-    if not now:
-        return None
-    share, cut = mean(now), mean(last_of(seen, "completions/clipped_ratio", 5))
-    fell = begun >= 0.5 and share < 0.5 * begun
-    if 1 - share - cut < 0.3 or not (fell or max(now) < least):  # truncated ones had no room
-        return None
-    since = seen.begun(name, lambda value: value < max(0.75 * begun, least))
-    return Evidence(since, f"{share:.0%} of the completions close their thinking (initially {begun:.0%})")
 
 
 # ------------------------------------------------------------------------------------------ learning

@@ -34,6 +34,9 @@ class Cell:
     key: str = ""
     tone: str = ""
 
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.text, self.under)))
+
 
 @dataclass
 class Table:

@@ -298,10 +298,7 @@ def choose_curves(
     """
 
     rows = in_order(metrics)
-    charts = [] if held_out is None else [held_out]
-    for chart in select_charts(rows):
-        if is_flat(chart) or not any(_are_equal(chart, other) for other in charts):
-            charts.append(chart)
+    charts = [*([] if held_out is None else [held_out]), *select_charts(rows)]
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
@@ -314,13 +311,6 @@ def choose_curves(
             title = chart.title if chart.title.startswith("KL") else chart.title[:1].lower() + chart.title[1:]
             constant.append(f"{title} {' to '.join(ends)}")
     return drawn, constant
-
-
-def _are_equal(chart: Chart, other: Chart) -> bool:
-    mine, its = ([point for points in one.series.values() for point in points] for one in (chart, other))
-    if [point.step for point in mine] != [point.step for point in its]:
-        return False
-    return all(abs(point.value - twin.value) <= SAME for point, twin in zip(mine, its, strict=True))
 
 
 def is_flat(chart: Chart) -> bool:

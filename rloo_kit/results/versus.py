@@ -99,16 +99,12 @@ class RunComparison:
         return {"sentence": self.sentence, "runs": runs}
 
     def __rich__(self) -> Group:
+        page = _every_run(self.runs)
         table = Table(box=None, pad_edge=False)
-        measure = measure_of(self.runs)
-        for title in column_titles(self.runs):
+        for title in page.head:
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
-        for one in self.runs:
-            values = [str(value or "-") for value in one.measured(measure)]
-            values.append("-" if one.lead is None else f"{one.lead.difference:+.3f}")
-            values = [value.replace(" [", "\n[") for value in values]
-            kind = one.verdict.kind if one.verdict.change or one.after else "-"
-            table.add_row(one.name, kind, *values, str(one.result.steps), format_seconds(one.result.seconds))
+        for row in page.rows:
+            table.add_row(*map(str, row))
         lines = []
         for one in self.runs:
             keys = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in one.changed.items())
@@ -146,12 +142,6 @@ def compare_runs(sources: Sequence[str | Path], names: Sequence[str] | None = No
 def measure_of(runs: Sequence[Contestant]) -> str:
     """The measure to compare the runs by: the first that every evaluated one has."""
     return next(iter(shared_measures(*(one.after for one in runs))), "accuracy")
-
-
-def column_titles(runs: Sequence[Contestant]) -> tuple[str, ...]:
-    """The head of the table of the runs."""
-    name = name_of(measure_of(runs), *(one.after for one in runs))
-    return ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time")
 
 
 def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | None, str]:
@@ -228,20 +218,22 @@ def page_values(found: RunComparison, place: Path) -> dict[str, Any]:
     return {"summary": [found.sentence], "tables": tables, "curves": _curves(found.runs)}
 
 
-def _every_run(runs: Sequence[Contestant], place: Path) -> PageTable:
+def _every_run(runs: Sequence[Contestant], place: Path | None = None) -> PageTable:
+    """The runs, with links from a page in the folder `place` to the reports that exist."""
     measure, rows = measure_of(runs), []
     for number, one in enumerate(runs):
         report = Path(one.result.folder).resolve() / "report.html"
-        link = Path(os.path.relpath(report, place)).as_posix() if report.is_file() else ""
-        lead = Cell("-") if one.lead is None else _value(one.lead.difference, "+")
-        lead.under = "\n".join(filter(None, (lead.under, one.word)))
+        link = Path(os.path.relpath(report, place)).as_posix() if place and report.is_file() else ""
         rows.append((
             Cell(one.name, link=link, key=f"c{number % COLORS}"),
             Cell(one.verdict.kind, tone=TONES.get(one.verdict.kind, "")),
             *("-" if value is None else _value(value) for value in one.measured(measure)),
-            lead, one.result.steps, format_seconds(one.result.seconds),
+            "-" if one.lead is None else _value(one.lead.difference, "+"),
+            one.result.steps,
+            format_seconds(one.result.seconds),
         ))  # fmt: skip
-    return PageTable("Every run", column_titles(runs), rows)
+    name = name_of(measure, *(one.after for one in runs))
+    return PageTable("Every run", ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time"), rows)
 
 
 def _value(found: Measured, sign: str = "") -> Cell:

@@ -112,7 +112,6 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
-    ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
@@ -180,8 +179,6 @@ def test_what_is_no_fault(name: str) -> None:
 
 # ------------------------------------------------------------------------------------- causes and consequences
 
-CUT = {"completions/clipped_ratio": 0.9}
-OPEN = {"thinking/closed_ratio": 0.1}
 NONE = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
 PUBLISHED = {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0,
              ANSWER: 0.0}  # fmt: skip
@@ -191,10 +188,6 @@ CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
         [TIED | PUBLISHED] * 6, ["truncation"], {"no_signal", "no_movement", "cold_start"}),
     "rewards that fail": ([NONE | {"rewards/failed_ratio": 1.0}] * 6, ["reward_failures"], set()),
     "rewards of None": ([NONE] * 6, ["reward_failures"], set()),
-    "a limit leaves thinking open": (
-        [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
-    "open thinking reaches the limit": (
-        [WELL] * 6 + [WELL | OPEN] * 6 + [WELL | CUT | OPEN] * 9, ["never_closed"], set()),
     "a cause long past explains nothing": (
         [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5, ["reward_failures", "no_signal"], set()),
 }  # fmt: skip

@@ -58,7 +58,7 @@ def test_every_reward_has_its_panel() -> None:
     """With two rewards, the sum hides which of them changed."""
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
-    assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b"], "the signal is the curve of b"
+    assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b", "Groups with signal"]
 
 
 def test_the_curves_of_tools_are_there_with_tools() -> None:

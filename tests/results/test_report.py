@@ -88,7 +88,7 @@ def finished(run: RunConfig) -> Any:
     (folder / "versions.json").write_text('{"versions": {"torch": "9.9.9"}, "written": "2026-01-02T03:04:05+0000"}')
     rows = [make_rollout(step, number) for step in range(1, 31) for number in range(8)]
     Rollouts(folder).append(rows)
-    over = Finding("never_closed", "31 % of the <tokens>", "read rollouts/", cause="circles")
+    over = Finding("cold_start", "31 % of the <tokens>", "read rollouts/", cause="circles")
     over.since, over.last = 8, 12
     holds = Finding("truncation", "90 % cut off", "raise it", cause="too short", since=16, last=30)
     holds.explains = ["no_signal"]
@@ -144,9 +144,9 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     for said in ("31 % of the <tokens>", "read rollouts/", "90 % cut off; consequences: no signal", "raise it"):
         assert said in text
     targets = {target[1:] for target in page.values("href") if target.startswith("#finding")}
-    assert targets == {"finding-never_closed", "finding-truncation"} <= set(page.values("id"))
+    assert targets == {"finding-cold_start", "finding-truncation"} <= set(page.values("id"))
     flags = re.findall(r'<text class="flag"[^>]*>(.*?)</text>', written)
-    assert {*flags} == {"never closed", "truncation"}, "they are in the curves where they show"
+    assert {*flags} == {"cold start", "truncation"}, "they are in the curves where they show"
     assert 'aria-label="A step takes 2.5 s: rollout 1.5 s (60 %), rewards' in written
     assert "A step takes 2.5 s 1,280 tokens/s sampled rollout 1.5 s (60 %)" in text
     # sent by mail or opened from a file server it has to look the same: nothing is fetched, only one script may run
