@@ -98,8 +98,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
     ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {"baseline": "none"}, "rloo.num_generations, currently 4"),
     ("no_signal", [WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}] * 4, {}, "rloo.temperature"),
-    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "The prompts were solved from the start"),
-    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "harder prompts (data.source)"),
+    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "solved from the start. To do: harder prompts"),
     ("reward_hacking", hacked(ANSWER, 0.02), {}, "--order best"),
     ("reward_hacking", hacked("eval/accuracy", 0.02), {}, "mine rose"),
     ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
@@ -144,11 +143,6 @@ def learnt() -> list[dict[str, Any]]:
     return rows + [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
 
 
-def more_right(rows: list[dict[str, Any]], **more: float) -> list[dict[str, Any]]:
-    """The rows with more and more right answers."""
-    return [row | {ANSWER: 0.2 + 0.03 * n} | more for n, row in enumerate(rows)]
-
-
 ODD = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
 ALMOST = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
 SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -157,10 +151,6 @@ SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
     "learnt, by its reward": (learnt(), {}),
     "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {}),
-    "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
-    "a length penalty that longer thinking pays": (
-        [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
-            more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
     "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
     "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
     "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
@@ -199,23 +189,6 @@ def test_the_first_in_time_is_the_cause(name: str) -> None:
     rows, expected, explained = CAUSES[name]
     found = look(rows)
     assert [one.name for one in found] == expected and explained <= set(found[0].explains)
-
-
-def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
-    """SmolLM2 on sums at 1e-3: reward 0.81 at step 9, 0.13 at step 10, because it writes one wrong answer a prompt. Its
-    entropy was low before too, so nothing was reported but groups without a signal, with the advice to use other
-    prompts."""
-    rewards = [0.11, 0.05, 0.17, 0.16, 0.14, 0.30, 0.67, 0.69, 0.81, 0.13, 0.16, 0.14, 0.13, 0.17, 0.25]
-    entropies = [2.53, 2.14, 1.99, 1.57, 1.48, 1.19, 0.59, 0.30, 0.13, 0.11, 0.07, 0.13, 0.10, 0.26, 0.07]
-    tied = [0.5, 0.63, 0.38, 0.38, 0.38, 0.13, 0.13, 0.38, 0.63, 1.0, 0.88, 0.88, 1.0, 0.88, 1.0]
-    rows = [
-        WELL | {"reward": reward, "reward_std": math.sqrt(reward * (1 - reward)), "entropy": entropy,
-                "frac_reward_zero_std": share, "frac_score_zero_std": share}
-        for reward, entropy, share in zip(rewards, entropies, tied, strict=True)
-    ]  # fmt: skip
-    found = look(rows)
-    assert [(one.name, one.since) for one in found] == [("broken_policy", 10)] and found[0].step <= 12
-    assert "equal rewards" in found[0].found and "rloo.learning_rate" in found[0].fix
 
 
 # ------------------------------------------------------------------------------------------------ the watch

@@ -13,7 +13,7 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.health.rules import Finding
 from rloo_kit.results.changes import compare
-from rloo_kit.results.evaluation import Budget, Evaluation
+from rloo_kit.results.evaluation import Budget, Evaluation, digest_prompt
 from rloo_kit.results.intervals import Measured
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import TrainResult
@@ -37,6 +37,7 @@ def make_evaluation(label: str, right: int, samples: list[dict[str, Any]]) -> Ev
     accuracy = mean_of([1.0] * right + [0.0] * (100 - right))
     evaluation = Evaluation(label, 100, 1, 1.0, 64, closed_share=0.9, samples=samples)
     evaluation.measures = {"accuracy": accuracy, "greedy_accuracy": accuracy, "thinking_tokens": mean_of([20.0] * 100)}
+    evaluation.prompt_digests = [digest_prompt(f"{number}+1=") for number in range(100)]
     forced = Measured(0.0625, 0.01, 0.3, 75)
     evaluation.budgets = [Budget(8, 0.75, accuracy=Measured(0.1, 0.05, 0.2, 100), forced=forced)]
     return evaluation
