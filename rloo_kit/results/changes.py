@@ -142,32 +142,18 @@ def pair_means(before: Evaluation, after: Evaluation, name: str) -> dict[Any, tu
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed between two evaluations.
+    """What changed between two evaluations: `changes` by measure, the deciding one first, without an accuracy that says
+    nothing and a reward that repeats it; `made_differently`: settings that make the means incomparable, in words."""
 
-    Attributes:
-        leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
-            where it says nothing.
-        changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
-        made_differently: descriptions of settings whose difference makes the means incomparable.
-    """
-
-    leading: str
-    word: str
     changes: dict[str, Change]
     made_differently: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        texts = {name: f"{one.difference:+.3f}" for name, one in self.changes.items()}
-        parts = [f"{self.word} {texts['accuracy']}"] if "accuracy" in texts and self.word else []
-        parts += [f"win rate {texts['win_rate']}"] if "win_rate" in texts else []
-        if "reward" in texts and (self.leading == "reward" or texts["reward"] != texts.get("accuracy")):
-            parts.insert(0 if self.leading == "reward" else 1, f"reward {texts['reward']}")
-        if not parts:
+        if not self.changes:
             return "nothing to compare: at least one evaluation has neither an accuracy nor a reward"
-        lead = self.changes.get(self.leading) or next(iter(self.changes.values()))
-        greedy = texts.get(f"greedy_{self.leading}")
+        lead, *_ = self.changes.values()
+        parts = [f"{change.name} {change.difference:+.3f}" for change in self.changes.values()]
         parts[0] += f" on {'the same' if lead.paired else 'different'} {lead.difference.count} prompts"
-        parts += [f"greedy {greedy}"] if greedy else []
         parts += [f"but made differently: {', '.join(self.made_differently)}"] if self.made_differently else []
         return "; ".join(parts)
 
@@ -175,10 +161,14 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
     leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
-    names = ("accuracy", f"greedy_{leading}", "win_rate", "reward")
+    names = dict.fromkeys([leading, "accuracy", "win_rate", "reward", f"greedy_{leading}"])
     changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
-    word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
-    return Comparison(leading, word, changes, tuple(setting_differences(before, after)))
+    accuracy, reward = changes.get("accuracy"), changes.get("reward")
+    if says_nothing(before, after):
+        changes = {name: found for name, found in changes.items() if name not in ACCURACIES}
+    elif accuracy is not None and reward is not None and accuracy.difference.ends == reward.difference.ends:
+        changes.pop("reward" if leading != "reward" else "accuracy")
+    return Comparison(changes, tuple(setting_differences(before, after)))
 
 
 @dataclass
