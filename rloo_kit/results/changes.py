@@ -180,6 +180,13 @@ class Changes:
     prompts: list[dict[str, Any]]
     total: int
 
+    def describe(self) -> list[str]:
+        """A sentence for each measure."""
+        counted = {
+            name: ", ".join(f"{count:,} {kind}" for kind, count in of.items()) for name, of in self.counts.items()
+        }
+        return [f"Prompt by prompt ({name}): {text}." for name, text in counted.items()]
+
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
     """The changes on the prompts that both evaluations measured; if there is only one, its results."""

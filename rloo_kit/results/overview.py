@@ -77,9 +77,7 @@ class RunOverview:
                 table.add_row(*row)
             parts += [Text(""), table]
             # how many prompts broke and were fixed, by greedy completions if any, which have no sampling noise
-            for measured, counts in list(find_changes(self.before, self.after).counts.items())[:1]:
-                text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-                parts.append(Text(fill_text(f"Prompt by prompt ({measured}): {text}.")))
+            parts += [Text(fill_text(text)) for text in find_changes(self.before, self.after).describe()[:1]]
         curves = self._curves()
         if curves.row_count:
             parts += [Text(""), curves]

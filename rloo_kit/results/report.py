@@ -19,9 +19,7 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.pages import Table, make_page
 from rloo_kit.results.plots import (
-    budget_chart,
     choose_curves,
-    draw_chart,
     held_out_chart,
     in_order,
     split_time,
@@ -53,11 +51,8 @@ def write_report(
     measure = evaluations[-1]["measure"] if during else next(iter(shared_measures(before, after)), "accuracy")
     held_out = held_out_chart(before, after, during, measure, result.kept_step)
     curves, constant = choose_curves(result.metrics, result.findings, held_out)
-    budgets = budget_chart(before, after)
     measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
-    kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
-    counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
     shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
@@ -78,9 +73,7 @@ def write_report(
         measures=Table("Evaluations before and after training", *measures, numbers=(1, 2)),
         comparison=compare(before, after) if before is not None and after is not None else None,
         last=after or before,
-        budgets=None if budgets is None else draw_chart(budgets),
         changes=changes,
-        changed=Table("Held-out prompts by change", ("measure", *kinds), counted, numbers=range(1, 9)),
         rollouts=rollouts,
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,

@@ -140,7 +140,7 @@ def test_report_holds_everything(written: str, evaluations: tuple[Evaluation, Ev
     assert "2026-01-02 my <run> learnt" in text and str(compare(*evaluations)) in text
     assert "model embedded/thinking" in text and "max_steps: 30" in text and "9.9.9" in text
     assert {"adapter", "config.yaml", "versions.json", "rollouts"} <= set(page.values("href"))
-    for panel in ("Held-out accuracy", "Reward: answer_reward", "Entropy, nats", "Accuracy by thinking budget"):
+    for panel in ("Held-out accuracy", "Reward: answer_reward", "Entropy, nats"):
         assert f"<figcaption><span>{panel}</span>" in written
     for said in ("31 % of the <tokens>", "read rollouts/", "90 % cut off; consequences: no signal", "raise it"):
         assert said in text
