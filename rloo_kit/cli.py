@@ -470,7 +470,6 @@ def show(
     step: Annotated[int | None, Option(help="Step of the completions; default: the last.")] = None,
     order: Annotated[str, Option(help="Which completions: first, best, worst or longest.")] = "first",
     max_chars: Annotated[int, Option(min=10, help="Maximum characters per text.")] = 1500,
-    last: Annotated[int, Option(min=1, help="Logged steps to average.")] = 10,
     json: Json = False,
 ) -> None:
     """Show a run's outcome, its completions, or several runs. Exit code 1 if the run failed or is alarming."""
@@ -489,7 +488,7 @@ def show(
     else:
         from rloo_kit.results.overview import describe_run
 
-        found = describe_run(runs[0], last)
+        found = describe_run(runs[0])
         code = int(found.status.get("state") == "failed" or found.level == "alarming")
     print_found(found, json)
     raise Exit(code)

@@ -446,21 +446,16 @@ class HealthSection(Section):
 
     prefix: ClassVar[str] = "health."
     no_signal_steps: Count = key(
-        5, "steps in a row before no_signal, truncation, all_none, cold_start or a zero gradient is reported"
+        5, "steps in a row before no_signal, truncation, cold_start or a zero gradient is reported"
     )
     broken_policy: OnFinding = key(
         "warn", "the reward falls while entropy, KL or the completions' form leaves its range"
     )
-    all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
-    reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
+    reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples, or no completion is scored")
     truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
     cold_start: OnFinding = key("warn", "almost no completion is right from the start")
     no_signal: OnFinding = key("warn", "all completions of each group get the same reward")
-    kl_explosion: OnFinding = key("warn", "KL above 2 nats per token")
     entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
-    length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
-    length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
-    never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
     reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
     no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
     sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")

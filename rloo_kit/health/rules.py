@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo_kit.health.series import CLIPPED, CLOSED, ENTROPY, EQUAL_REWARDS, GAP, KL, TIED, Series, at_ceiling
+from rloo_kit.health.series import EQUAL_REWARDS, TIED, Series, at_ceiling
 from rloo_kit.system.problems import Problem
 
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
-PRESSED = 0.2  # share of thoughts closed by the budget from which it asks for shorter ones
+TRUNCATED = 0.8  # share of completions above which the limit decides which of them end
 GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 ANSWERS = ("answer_reward", "math_answer_reward", "reasoning_gym_score")  # their mean is the accuracy in training
-SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 mean = statistics.fmean
 
@@ -40,18 +39,6 @@ class Context:
         modes = run.health.model_dump()
         steps = modes.pop("no_signal_steps")
         return cls(run.rloo.model_dump(), modes, steps, run.reward_weights)
-
-    def wants_shorter(self, forced_share: float | None) -> bool:
-        """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
-        budget, which leaves room for an answer, closes few."""
-        return any(self.weights.get(name, 0.0) > 0 for name in SHORTENING) or (forced_share or 0.0) >= PRESSED
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether a rollout is used up before the next optimizer step."""
-        accumulation = self.rloo.get("gradient_accumulation_steps", 1)
-        steps = self.rloo.get("steps_per_generation") or accumulation
-        return self.rloo.get("num_iterations", 1) == 1 and steps <= accumulation
 
 
 class Evidence(NamedTuple):
@@ -82,7 +69,7 @@ class Finding(Problem):
     def to_dict(self) -> dict[str, Any]:
         """As in `health.jsonl`."""
         found = {"rule": self.name, "step": self.step, "since": self.since, "last": self.last, "evidence": self.found}
-        return found | {"cause": self.cause, "fix": self.fix, "level": self.level, "explains": self.explains}
+        return found | {"cause": self.cause, "fix": self.fix, "explains": self.explains}
 
     def __str__(self) -> str:
         return f"{self.title} since step {self.since}: {self.found}. {self.cause}. To do: {self.fix}"
@@ -101,33 +88,27 @@ class Rule:
     cause: str
     fix: str
     follows: tuple[str, ...]
-    level: str
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(
-    *metrics: str, cause: str, fix: str, follows: tuple[str, ...] = (), level: str = "alarming"
-) -> Callable[[Detect], Detect]:
+def rule(*metrics: str, cause: str, fix: str, follows: tuple[str, ...] = ()) -> Callable[[Detect], Detect]:
     """Add a detector to RULES; its name is the key of `health:` that makes it warn, stop the run or stay off.
 
     Args:
         metrics: those that it reads. cause, fix: texts; {key} is replaced with the value of rloo.key.
         follows: rules whose finding, if it began no later, is the cause of this one, which is then not reported.
-        level: "alarming" or "watch".
     """
 
     def register(detect: Detect) -> Detect:
-        RULES[detect.__name__] = Rule(detect.__name__, detect, metrics, cause, fix, follows, level)
+        RULES[detect.__name__] = Rule(detect.__name__, detect, metrics, cause, fix, follows)
         return detect
 
     return register
 
 
 # ------------------------------------------------------------------------------------------ shared by several rules
-
-UNSCORED = ("all_none", "reward_failures")
 
 
 def is_solved(seen: Series, context: Context) -> bool:
@@ -158,12 +139,6 @@ def last_of(seen: Series, name: str, count: int) -> list[float]:
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
 
 
-def has_risen(seen: Series, name: str, sign: int = 1) -> bool:
-    """Whether a metric's last five values are above its first five by more than their noise; `sign` -1: below."""
-    now, begun = seen.last(name, 5), seen.first(name, 5)
-    return bool(now) and sign * (mean(now) - mean(begun)) > 2 * seen.noise(name) * (2 / 5) ** 0.5
-
-
 def in_a_row(seen: Series, since: int) -> str:
     """The number of steps up to now, in words."""
     return f"{max(seen.step - since + 1, 1)} steps in a row"
@@ -177,7 +152,7 @@ def in_a_row(seen: Series, since: int) -> str:
     cause="Updates were too large and destroyed the policy: rloo.learning_rate ({learning_rate}) is too high",
     fix="lower rloo.learning_rate ten times (currently {learning_rate}), keep rloo.max_grad_norm at 1.0, and start "
     "again, or from a checkpoint before that step",
-    follows=(*UNSCORED, "reward_hacking"),
+    follows=("reward_failures", "reward_hacking"),
 )  # fmt: skip
 def broken_policy(seen: Series, context: Context) -> Evidence | None:
     """The reward falls by half of its standard deviation and stays there, and the policy has changed: entropy, KL,
@@ -214,12 +189,6 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
         return None
     since = seen.since("reward", at, lambda reward: reward <= (high + low) / 2)
     text = f"the reward fell from {high:.3g} to {low:.3g} while {', '.join(filter(None, signs))}"
-    norms = [(point.value, point.step) for point in seen.all("grad_norm")[-500:] if point.step <= since]
-    earlier = [norm for norm, step in norms if norm > 0]
-    if earlier:
-        norm, step = max(norms[-5:])
-        times = norm / statistics.median(earlier)
-        text += f"; the gradient norm was {norm:.3g} at step {step}, {times:.1f} times its median" if times > 3 else ""
     return Evidence(since, text)
 
 
@@ -227,38 +196,31 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "rewards/unscored_ratio", "rewards/failed_ratio",
-    cause="Every reward returned None, which a reward does if its column is missing",
-    fix="check rewards and data.answer_column",
-    follows=("reward_failures",),
-)  # fmt: skip
-def all_none(seen: Series, context: Context) -> Evidence | None:
-    point = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
-    if point is None or last_of(seen, "rewards/failed_ratio", 1)[0] >= 0.5:
-        return None
-    return Evidence(point.begins, f"no completion was scored in {in_a_row(seen, point.begins)}")
-
-
-@rule(
-    "rewards/failed_ratio",
+    "rewards/failed_ratio", "rewards/unscored_ratio",
     cause="A reward raises an error, exceeds its time limit or returns something that is not a number",
     fix="fix the reward: the run's output names it and the first sample it failed on",
-    level="watch",  # its range makes it alarming; too many failures stop the run anyway
-)
+)  # fmt: skip
 def reward_failures(seen: Series, context: Context) -> Evidence | None:
-    point = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
-    failed = f"a reward failed on {last_of(seen, 'rewards/failed_ratio', 1)[0]:.0%} of the samples"
-    return point and Evidence(point.begins, f"{failed}, {in_a_row(seen, point.begins)}")
+    failing = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
+    if failing is not None:
+        failed = f"a reward failed on {last_of(seen, 'rewards/failed_ratio', 1)[0]:.0%} of the samples"
+        return Evidence(failing.begins, f"{failed}, {in_a_row(seen, failing.begins)}")
+    unscored = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
+    if unscored is None:
+        return None
+    cause = "Every reward returned None, which a reward does if its column is missing"
+    text = f"no completion was scored in {in_a_row(seen, unscored.begins)}"
+    return Evidence(unscored.begins, text, cause, "check rewards and data.answer_column")
 
 
 @rule(
     "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-    follows=("broken_policy", "length_explosion", "never_closed"),
+    follows=("broken_policy",),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
-    point = seen.held("completions/clipped_ratio", CLIPPED.is_alarming, context.no_signal_steps)
+    point = seen.held("completions/clipped_ratio", lambda share: share > TRUNCATED, context.no_signal_steps)
     share, closed = last_of(seen, "completions/clipped_ratio", 1)[0], seen.all("thinking/closed_ratio")
     thinking = f", and {closed[-1].value:.0%} close their thinking" if closed else ""
     truncated = f"{share:.0%} of the completions are truncated{thinking}"
@@ -271,7 +233,7 @@ def truncation(seen: Series, context: Context) -> Evidence | None:
     "matches",
     fix="score reference answers by hand; try easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft "
     "first, or a graded reward",
-    follows=(*UNSCORED, "truncation"),
+    follows=("reward_failures", "truncation"),
 )
 def cold_start(seen: Series, context: Context) -> Evidence | None:
     points = seen.all(answer_metric(seen, context))
@@ -290,13 +252,13 @@ def cold_start(seen: Series, context: Context) -> Evidence | None:
     fix="use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
     "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
     "a reward whose pattern wants <think> gives all the same if the prompt opens it",
-    follows=(*UNSCORED, "broken_policy", "truncation", "cold_start", "entropy_collapse", "never_closed"),
+    follows=("reward_failures", "broken_policy", "truncation", "cold_start", "entropy_collapse"),
 )  # fmt: skip
 def no_signal(seen: Series, context: Context) -> Evidence | None:
     # A KL penalty alone makes the rewards of a group differ, so the scores before the penalty come first.
     # Without a group baseline, a solved and a failed group differ, and both are trained on.
     steps, grouped = context.no_signal_steps, context.rloo.get("baseline") != "none"
-    name = next((one for one in TIED.metrics if grouped and seen.all(one)), "")
+    name = next((one for one in TIED if grouped and seen.all(one)), "")
     tied = seen.held(name, lambda share: share >= 1.0, steps)
     equal = seen.held("reward_std", lambda deviation: deviation < EQUAL_REWARDS, steps)
     found = min((point for point in (tied, equal) if point is not None), default=None)
@@ -316,7 +278,7 @@ def no_signal(seen: Series, context: Context) -> Evidence | None:
     "policy/moved", "grad_norm",
     cause="The steps are too small to move the weights",
     fix="raise rloo.learning_rate (currently {learning_rate}): 1e-5 and above for an adapter; see rloo.warmup_steps",
-    follows=(*UNSCORED, "broken_policy", "no_signal", "truncation", "cold_start", "entropy_collapse"),
+    follows=("reward_failures", "broken_policy", "no_signal", "truncation", "cold_start", "entropy_collapse"),
 )  # fmt: skip
 def no_movement(seen: Series, context: Context) -> Evidence | None:
     zero = seen.held("grad_norm", lambda norm: norm == 0.0, context.no_signal_steps)
@@ -337,18 +299,7 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
     return Evidence(moved[0].step, text)
 
 
-# ------------------------------------------------------------------------------------------ KL and entropy
-
-
-@rule(
-    "kl",
-    cause="The policy drifts far from its reference",
-    fix="raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
-    follows=("broken_policy",),
-)
-def kl_explosion(seen: Series, context: Context) -> Evidence | None:
-    point = seen.lasting("kl", KL.is_alarming, 3)
-    return point and Evidence(point.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
+# ------------------------------------------------------------------------------------------ completions
 
 
 @rule(
@@ -356,10 +307,10 @@ def kl_explosion(seen: Series, context: Context) -> Evidence | None:
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
-    follows=("broken_policy", "reward_hacking", "length_collapse", "length_explosion", "never_closed"),
+    follows=("broken_policy", "reward_hacking"),
 )  # fmt: skip
 def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
-    low = seen.lasting("entropy", ENTROPY.is_alarming, 5)
+    low = seen.lasting("entropy", lambda nats: nats < 0.01, 5)
     text = f"the entropy is {last_of(seen, 'entropy', 1)[0]:.2g} nats a token"
     if low is not None and not is_solved(seen, context):
         return Evidence(low.step, text)
@@ -370,76 +321,6 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
         return None
     share = last_of(seen, name, 1)[0]
     return Evidence(same.step, f"{text}, and {share:.0%} of the completions, of all prompts, are identical")
-
-
-# ------------------------------------------------------------------------------------------ completions
-
-
-@rule(
-    "completions/mean_length", "completions/clipped_ratio",
-    cause="Completions grow without more of them being right: a reward pays for length, or nothing for ending",
-    fix="check what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
-    "rloo.max_completion_length (currently {max_completion_length}) if the thinking is good",
-    follows=("broken_policy", "never_closed"),
-)  # fmt: skip
-def length_explosion(seen: Series, context: Context) -> Evidence | None:
-    name, clipped = "completions/mean_length", "completions/clipped_ratio"
-    now, begun = seen.last(name, 5), mean(seen.first(name, 5) or [0.0])
-    if len(seen.all(name)) < 10 or not now or begun <= 0:
-        return None
-    cut, cut_first = mean(last_of(seen, clipped, 5)), mean(seen.first(clipped, 5) or [0.0])
-    into_limit = mean(now) >= 1.5 * begun and cut > CLIPPED.high >= cut_first
-    answers = answer_metric(seen, context)
-    for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
-    if not into_limit and not for_nothing:
-        return None
-    since = seen.begun(name, lambda length: length >= 1.25 * begun)
-    text = f"completions grew from {begun:.0f} to {mean(now):.0f} tokens"
-    return Evidence(since, f"{text}, {cut:.0%} truncated" if into_limit else f"{text} without more right answers")
-
-
-@rule(
-    "completions/mean_length", "thinking/mean_length",
-    cause="A reward or the KL sum pays for brevity",
-    fix="check what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
-    "(currently {kl_form}), and lower the weight of any length penalty",
-    follows=("broken_policy", "entropy_collapse"),
-)  # fmt: skip
-def length_collapse(seen: Series, context: Context) -> Evidence | None:
-    answers, forced = answer_metric(seen, context), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
-    if context.wants_shorter(forced) and not has_risen(seen, answers, -1):
-        return None
-    limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
-    cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
-    if has_risen(seen, answers) if answers else cut_off >= 0.5 and has_risen(seen, "reward"):
-        return None  # more right answers, or completions that have learnt to end before the limit
-    for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thinking")):
-        now, begun = seen.last(name, 5), mean(seen.first(name, 5) or [0.0])
-        if len(seen.all(name)) >= 10 and now and mean(now) <= limit * begun:
-            since = seen.begun(name, lambda length, begun=begun: length <= 0.75 * begun)  # type: ignore[misc]
-            text = f"{what} shrank from {begun:.0f} to {mean(now):.0f} tokens without more right answers"
-            return Evidence(since, text)
-    return None
-
-
-@rule(
-    "thinking/closed_ratio", "completions/clipped_ratio",
-    cause="No reward pays for closing the thinking, or one pays for leaving it open",
-    fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
-    "only runs out of room",
-    follows=("broken_policy", "truncation", "length_explosion"),
-)  # fmt: skip
-def never_closed(seen: Series, context: Context) -> Evidence | None:
-    name, least = "thinking/closed_ratio", CLOSED.alarm_low
-    now, begun = seen.last(name, 5), mean(seen.first(name, 3) or [0.0])
-    if not now:
-        return None
-    share, cut = mean(now), mean(last_of(seen, "completions/clipped_ratio", 5))
-    fell = begun >= 0.5 and share < 0.5 * begun
-    if 1 - share - cut < 0.3 or not (fell or max(now) < least):  # truncated ones had no room
-        return None
-    since = seen.begun(name, lambda value: value < max(0.75 * begun, least))
-    return Evidence(since, f"{share:.0%} of the completions close their thinking (initially {begun:.0%})")
 
 
 # ------------------------------------------------------------------------------------------ learning
@@ -508,7 +389,7 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
 )
 def sampler_gap(seen: Series, context: Context) -> Evidence | None:
     points = seen.all("sampling/logp_difference_mean")[-GAP_LOOK:]
-    apart = [point for point in points if GAP.is_alarming(point.value)]  # it depends on which prompts are drawn
+    apart = [point for point in points if point.value > 0.1]  # it depends on which prompts are drawn
     if len(apart) < 3:
         return None
     gap = mean([point.value for point in apart])

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from rloo_kit.health.rules import RULES, Context, Finding, is_solved
+from rloo_kit.health.rules import RULES, Context, Finding
 from rloo_kit.health.series import Row, Series
 
 NEAR = 5  # a consequence may show up to this many steps before its cause
@@ -50,14 +50,6 @@ class HealthWatch:
         """Whether the finding was true of the last row."""
         return finding.last == self._seen.step
 
-    def is_solved(self) -> bool:
-        """Whether the task is learnt, so that tied groups and low entropy are not faults."""
-        return is_solved(self._seen, self.context)
-
-    def explained(self) -> set[str]:
-        """Rules whose findings are active and follow from another finding."""
-        return {name for name, one in self._found.items() if self.holds(one) and not self._is_first(one)}
-
     def observe(self, row: Row) -> list[Finding]:
         """Add one logged row and return the new findings to report."""
         before = self._seen.step
@@ -78,7 +70,7 @@ class HealthWatch:
             cause = (evidence.cause or rule.cause).format_map(values)
             fix = (evidence.fix or rule.fix).format_map(values)
             times = {"step": row["step"], "since": evidence.since, "last": row["step"]}
-            self._found[rule.name] = Finding(rule.name, evidence.text, fix, level=rule.level, cause=cause, **times)
+            self._found[rule.name] = Finding(rule.name, evidence.text, fix, cause=cause, **times)
         for finding in self._found.values():
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding
@@ -94,21 +86,12 @@ class HealthWatch:
 
     def _root(self, finding: Finding) -> Finding:
         """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so
-        on. If findings form a cycle, the earliest of them."""
-        passed = [finding]
-        while True:
-            last, causes = passed[-1], []
-            for name in RULES[last.name].follows:
-                other = self._found.get(name)
-                slack = 0 if last.name in RULES[name].follows else NEAR
-                if other is not None and other.since <= last.since + slack and other.last >= last.since - NEAR:
-                    causes.append(other)
-            if not causes:
-                return last
-            cause = min(causes, key=lambda one: one.since)
-            if cause in passed:
-                return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.name))
-            passed.append(cause)
+        on."""
+        others = (self._found[name] for name in RULES[finding.name].follows if name in self._found)
+        causes = [
+            other for other in others if other.since <= finding.since + NEAR and other.last >= finding.since - NEAR
+        ]
+        return self._root(min(causes, key=lambda cause: cause.since)) if causes else finding
 
     def _is_first(self, finding: Finding) -> bool:
         return self._root(finding) is finding

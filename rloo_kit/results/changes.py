@@ -142,35 +142,18 @@ def pair_means(before: Evaluation, after: Evaluation, name: str) -> dict[Any, tu
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed between two evaluations.
+    """What changed between two evaluations: `changes` by measure, the deciding one first, without an accuracy that says
+    nothing and a reward that repeats it; `made_differently`: settings that make the means incomparable, in words."""
 
-    Attributes:
-        leading: the measure that decides, "accuracy" or "reward". word: for the accuracy: that, "exact match", or empty
-            where it says nothing.
-        changes: by measure: "accuracy" and "reward", and the deciding one at temperature 0 ("greedy_accuracy").
-        apart: whether the own intervals of the deciding measure do not overlap; None if one of the two lacks it, or if
-            they overlap although the change is significant.
-        made_differently: descriptions of settings whose difference makes the means incomparable.
-    """
-
-    leading: str
-    word: str
     changes: dict[str, Change]
-    apart: bool | None
     made_differently: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        texts = {name: f"{one.difference:+.3f}" for name, one in self.changes.items()}
-        parts = [f"{self.word} {texts['accuracy']}"] if "accuracy" in texts and self.word else []
-        parts += [f"win rate {texts['win_rate']}"] if "win_rate" in texts else []
-        if "reward" in texts and (self.leading == "reward" or texts["reward"] != texts.get("accuracy")):
-            parts.insert(0 if self.leading == "reward" else 1, f"reward {texts['reward']}")
-        if not parts:
+        if not self.changes:
             return "nothing to compare: at least one evaluation has neither an accuracy nor a reward"
-        lead = self.changes.get(self.leading) or next(iter(self.changes.values()))
-        greedy = texts.get(f"greedy_{self.leading}")
+        lead, *_ = self.changes.values()
+        parts = [f"{change.name} {change.difference:+.3f}" for change in self.changes.values()]
         parts[0] += f" on {'the same' if lead.paired else 'different'} {lead.difference.count} prompts"
-        parts += [f"greedy {greedy}"] if greedy else []
         parts += [f"but made differently: {', '.join(self.made_differently)}"] if self.made_differently else []
         return "; ".join(parts)
 
@@ -178,16 +161,14 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
     leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
-    names = ("accuracy", f"greedy_{leading}", "win_rate", "reward")
+    names = dict.fromkeys([leading, "accuracy", "win_rate", "reward", f"greedy_{leading}"])
     changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
-    word = "" if says_nothing(before, after) else name_of("accuracy", before, after)
-    old, new = before.measure(leading), after.measure(leading)
-    apart = None
-    if old is not None and new is not None:
-        lead = changes.get(leading)
-        is_apart = old.high < new.low or new.high < old.low
-        apart = None if not is_apart and lead is not None and (lead.rose or lead.fell) else is_apart
-    return Comparison(leading, word, changes, apart, tuple(setting_differences(before, after)))
+    accuracy, reward = changes.get("accuracy"), changes.get("reward")
+    if says_nothing(before, after):
+        changes = {name: found for name, found in changes.items() if name not in ACCURACIES}
+    elif accuracy is not None and reward is not None and accuracy.difference.ends == reward.difference.ends:
+        changes.pop("reward" if leading != "reward" else "accuracy")
+    return Comparison(changes, tuple(setting_differences(before, after)))
 
 
 @dataclass
@@ -198,6 +179,13 @@ class Changes:
     counts: dict[str, dict[str, int]]
     prompts: list[dict[str, Any]]
     total: int
+
+    def describe(self) -> list[str]:
+        """A sentence for each measure."""
+        counted = {
+            name: ", ".join(f"{count:,} {kind}" for kind, count in of.items()) for name, of in self.counts.items()
+        }
+        return [f"Prompt by prompt ({name}): {text}." for name, text in counted.items()]
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
@@ -222,10 +210,6 @@ def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes
 def _kinds(before: Evaluation, after: Evaluation, name: str) -> dict[tuple[str, int], str]:
     """The kind of each prompt that both measured, by its digest and the number of earlier ones."""
     both = pair_means(before, after, name)
-    if before.prompt_digests is None or after.prompt_digests is None:  # by place then: the samples name the prompts
-        judged = [one["prompt"] for one in after.all_samples if name not in ACCURACIES or one["correct"] is not None]
-        names = dict(enumerate(number_repeats(map(digest_prompt, judged))))
-        both = {names.get(key[1], key): pair for key, pair in both.items()}
     if name in ACCURACIES:
         kinds = "still wrong", "fixed", "broken", "still right"
         return {key: kinds[2 * (old >= RIGHT) + (new >= RIGHT)] for key, (old, new) in both.items()}

@@ -51,7 +51,8 @@ class Budget:
 
 
 class _Sample(BaseModel):
-    """One completion with its prompt; lengths in tokens, `correct` None if no reward of the run judged it."""
+    """One completion with its prompt; lengths in tokens, `correct` None if no reward of the run judged it; with tools
+    `turns`, its messages, of which thinking and answer are the last."""
 
     prompt: str
     thinking: str
@@ -69,7 +70,6 @@ class Evaluation:
     """The result of `evaluate`. Shares are in [0, 1]; None means that there was nothing to measure.
 
     Attributes:
-        label: a word for tables ("before").
         num_prompts, num_samples, temperature, max_completion_length, thinking_budget: how it was measured; the last is
             the run's, None without one.
         measures: means over prompts by name, without those that were not measured. "accuracy": the share of right
@@ -90,15 +90,12 @@ class Evaluation:
         tools: means in a run with tools, else empty, named as in training: call_frequency and turns (per completion),
             failure_frequency and invalid_frequency (shares of the calls).
         budgets: one per thinking budget.
-        samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
-            correct, ended, closed, tokens, thinking_tokens, forced, reward (the weighted sum); with tools `turns`, its
-            messages, of which thinking and answer are the last.
-        more_samples: the same for later prompts, for the report.
+        samples: the first completion of the first `eval.num_completions` prompts, each a `_Sample` with gold, forced
+            and reward (the weighted sum); more_samples: of later prompts, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.
-        seconds: duration.
-        prompts_digest: equal for evaluations of the same prompts.
-        prompt_digests: of each prompt, to pair two evaluations that share only some; None in old ones.
+        prompts_digest: equal for evaluations of the same prompts. prompt_digests: of each prompt, to pair two
+            evaluations that share only some; None during training.
         sources: digest of the users' rewards as they were; edited ones are not compared. Empty without any.
     """
 
@@ -182,6 +179,12 @@ class Evaluation:
         """Plain values for JSON; `from_dict` restores an equal object."""
         found = asdict(self) | {"pass_at_k": {str(k): value for k, value in self.pass_at_k.items()}}
         return {name: value for name, value in found.items() if value or name != "tools"}
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `show --json`, each measure with the ends of its interval."""
+        kept = ("num_prompts", "judged_by", "closed_share", "truncated_share", "tools")
+        shown = {name: getattr(self, name) for name in kept} | {"thinking_tokens": self.mean_thinking_tokens}
+        return {name: list(self.ends(name)) for name in shared_measures(self)} | shown
 
     @classmethod
     def from_dict(cls, values: Any) -> "Evaluation":

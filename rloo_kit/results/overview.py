@@ -9,77 +9,61 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rloo_kit.errors import RunNotFoundError
-from rloo_kit.health.rules import Context
-from rloo_kit.health.series import LEVELS, Judgement, is_number, judge_metrics
-from rloo_kit.health.watch import HealthWatch
-from rloo_kit.results.changes import Comparison, compare, find_changes
+from rloo_kit.health.series import is_number
+from rloo_kit.results.changes import find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows, named_sides
 from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
-from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
+from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
-MEANS = ["reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio"]
-MEANS += ["tools/call_frequency", "tools/failure_frequency", "tools/invalid_frequency", "tools/turns"]
-MEANS += ["time/rollout_s", "time/reward_s", "time/gradient_s", "time/evaluation_s"]
-MEANS += ["time/decode_ms_per_token_step", "time/tokens_per_s"]
+MEANS = (
+    "reward", "rewards/failed_ratio", "frac_score_zero_std", "grad_norm", "kl", "kl/spread_ratio", "entropy",
+    "sampling/logp_difference_mean", "clip_ratio/region_mean", "val/ratio",
+    "completions/clipped_ratio", "completions/repeated_ratio", "completions/mean_length",
+    "thinking/mean_length", "thinking/closed_ratio",
+    "tools/call_frequency", "tools/failure_frequency", "tools/invalid_frequency", "tools/turns",
+    "time/rollout_s", "time/reward_s", "time/gradient_s", "time/evaluation_s",
+    "time/decode_ms_per_token_step", "time/tokens_per_s",
+)  # fmt: skip
+LAST_ROWS = 10  # logged steps to average
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLORS = {"right": "green", "wrong": "red", "": "yellow"}
 
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run's status, verdict, evaluations (None if missing), health and metrics.
+    """A run's result, status (STATUS of `status.json`), verdict and evaluations (None if missing)."""
 
-    Attributes:
-        folder: the run's. status: STATUS of `status.json`.
-        level: "healthy", "watch" or "alarming", by the last logged steps; None before the first one.
-        actions: what to change, the most important first. findings: of the whole run, each with `holds`.
-        judgements: single metrics over the last steps. last: number of steps averaged. seconds: of training.
-    """
-
-    folder: Path
+    result: TrainResult
     status: dict[str, Any]
     verdict: Verdict
     before: Evaluation | None
     after: Evaluation | None
-    level: str | None
-    actions: list[str]
-    findings: list[dict[str, Any]]
-    judgements: list[Judgement]
-    rows: list[dict[str, Any]]
-    last: int
-    seconds: float
 
     @property
-    def comparison(self) -> Comparison | None:
-        """The comparison of before and after; None if one is missing."""
-        return None if self.before is None or self.after is None else compare(self.before, self.after)
+    def level(self) -> str | None:
+        """ "alarming" if a health finding holds at the last step, else "healthy"; None before the first step."""
+        return ("alarming" if self.result.lasting else "healthy") if self.result.metrics else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        values: dict[str, Any] = {"folder": str(self.folder)} | self.status | {"verdict": self.verdict.to_dict()}
-        values["accuracy"] = {name: _brief(side) for name, side in named_sides(self.before, self.after).items()}
-        if (comparison := self.comparison) is not None:
-            values["measure"] = comparison.leading
-            for key, name in (("difference", "accuracy"), ("reward_difference", "reward")):
-                change = comparison.changes.get(name)
-                ends = (None, None, None) if change is None else change.difference.ends
-                values["accuracy"][key] = dict(zip(("value", "low", "high"), ends, strict=True))
-            values["prompts"] = find_changes(self.before, self.after).counts
-        values |= {"level": self.level, "actions": self.actions, "health": self.findings}
-        values["metrics"] = [metric.to_dict() for metric in self.judgements]
-        return values | {"means": _means(self.rows[-self.last :]), "first": _means(self.rows[: self.last])}
+        values: dict[str, Any] = {"folder": str(self.result.folder)} | self.status | {"verdict": self.verdict.to_dict()}
+        values |= {name: side.summary() for name, side in named_sides(self.before, self.after).items()}
+        values["prompts"] = find_changes(self.before, self.after).counts
+        lasting, rows = self.result.lasting, self.result.metrics
+        values |= {"level": self.level, "actions": [finding.fix for finding in lasting]}
+        values["health"] = [finding.to_dict() | {"holds": finding in lasting} for finding in self.result.findings]
+        return values | {"means": _means(rows[-LAST_ROWS:]), "first": _means(rows[:LAST_ROWS])}
 
     def __rich__(self) -> Group:
         step, total = self.status.get("step"), self.status.get("max_steps")
-        head = f"{self.folder}: {self.status.get('state')}"
+        head, seconds = f"{self.result.folder}: {self.status.get('state')}", self.result.seconds
         head += "" if step is None else f", {step}{f' of {total}' if total else ''} steps"
-        head += f", {format_seconds(self.seconds)} of training" if self.seconds else ""
+        head += f", {format_seconds(seconds)} of training" if seconds else ""
         verdict = Text(str(self.verdict))
         verdict.stylize(f"bold {COLORS[TONES.get(self.verdict.kind, '')]}", 0, len(self.verdict.kind))
         if self.status.get("error"):
@@ -93,26 +77,18 @@ class RunOverview:
                 table.add_row(*row)
             parts += [Text(""), table]
             # how many prompts broke and were fixed, by greedy completions if any, which have no sampling noise
-            for measured, counts in list(find_changes(self.before, self.after).counts.items())[:1]:
-                text = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-                parts.append(Text(fill_text(f"Prompt by prompt ({measured}): {text}.")))
+            parts += [Text(fill_text(text)) for text in find_changes(self.before, self.after).describe()[:1]]
         curves = self._curves()
         if curves.row_count:
             parts += [Text(""), curves]
-        if (time := split_time(self.rows)) is not None:
+        if (time := split_time(self.result.metrics)) is not None:
             parts += [Text(""), Text(fill_text(f"{time}."))]
-        if self.findings:
+        if self.result.findings:
             parts.append(Text("\nHealth, the earliest cause first"))
-            for finding in self.findings:
-                over = "" if finding["holds"] else f" (over after step {finding['last']})"
-                rule = finding["rule"].replace("_", " ")
-                text = f"  {rule} since step {finding['since']}{over}: {finding['evidence']}"
-                parts.append(Text(fill_text(f"{text}. {finding['cause']}. To do: {finding['fix']}")))
-        if others := [metric for metric in self.judgements if str(metric) in self.actions]:
-            is_alarming = any(metric.level == "alarming" for metric in others)
-            title = "Alarming, so the exit code is 1" if is_alarming else "Worth checking"
-            parts.append(Text(f"\n{title}, mean of the last {self.last} logged steps"))
-            parts += [Text(fill_text(f"  {metric}")) for metric in others]
+            for finding in self.result.findings:
+                over = "" if finding in self.result.lasting else f" (over after step {finding.last})"
+                text = f"  {finding.title} since step {finding.since}{over}: {finding.found}"
+                parts.append(Text(fill_text(f"{text}. {finding.cause}. To do: {finding.fix}")))
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -122,11 +98,11 @@ class RunOverview:
         """The report's curves that are not flat, with its starts and ends (means, if there are many steps)."""
         curves = [
             (f"{chart.title}, {name}" if len(chart.series) > 1 else chart.title, [p.value for p in points], chart.form)
-            for chart in select_charts(self.rows)
+            for chart in select_charts(self.result.metrics)
             for name, points in chart.series.items()
         ]
         width = columns() - 24 - max((len(title) for title, *_ in curves), default=0)
-        each = f" {mean_window(len(self.rows))}" if len(self.rows) >= SMOOTH_FROM else ""
+        each = f" {mean_window(len(self.result.metrics))}" if len(self.result.metrics) >= SMOOTH_FROM else ""
         table = Table(box=None, pad_edge=False)
         for title in ("training", "over the steps", f"first{each}", f"last{each}"):
             table.add_column(title, justify="right" if title.startswith(("first", "last")) else "left", no_wrap=True)
@@ -137,39 +113,17 @@ class RunOverview:
         return table
 
 
-def describe_run(source: str | Path, last: int = 10) -> RunOverview:
-    """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none. `last`: logged
-    steps to average for the level, at least 1."""
+def describe_run(source: str | Path) -> RunOverview:
+    """An overview of a run, given by its folder or YAML file; raises RunNotFoundError if there is none."""
     run = find_run(source)
-    run_dir = RunReader(Path(run.folder))
-    status = run_dir.status()
-    if not status:
-        raise RunNotFoundError(
-            f"{run_dir.folder} is not a run's folder: it has no status.json. rloo-kit train writes runs to "
-            "OUTPUT_DIR/NAME; a batch writes them to BATCH/NAME/run"
-        )
     result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
-    context, rows = Context.of(run), result.metrics
-    watch = HealthWatch(context, rows)
-    judgements = judge_metrics(rows, context.on_policy, last, watch.is_solved())
-    now = [finding for finding in watch.findings if watch.holds(finding)]
-    known = {finding.name for finding in now} | watch.explained()
-    problems = [*now, *(metric for metric in judgements if metric.rule not in known)]
-    actions = [str(problem) for level in ("alarming", "watch") for problem in problems if problem.level == level]
-    levels = ["healthy", *(problem.level for problem in (*now, *judgements))]
+    status = RunReader(result.folder).status()
     return RunOverview(
-        folder=run_dir.folder,
+        result=result,
         status={key: status[key] for key in STATUS if status.get(key) is not None},
         verdict=judge_run(run, result, before, after),
         before=before,
         after=after,
-        level=max(levels, key=LEVELS.index) if rows else None,
-        actions=actions,
-        findings=[one.to_dict() | {"holds": watch.holds(one)} for one in watch.findings],
-        judgements=judgements,
-        rows=rows,
-        last=last,
-        seconds=result.seconds,
     )
 
 
@@ -184,14 +138,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(values[start:end]) / (end - start) for start, end in zip(ends, ends[1:], strict=False)]
     low, span = min(means), max(means) - min(means)
     return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1)) if span else 0] for value in means)
-
-
-def _brief(one: Evaluation) -> dict[str, Any]:
-    values: dict[str, Any] = dict(zip(("accuracy", "low", "high"), one.ends("accuracy"), strict=True))
-    values |= {"greedy": one.value("greedy_accuracy"), "judged_by": one.judged_by, "reward": one.value("reward")}
-    values |= {"greedy_reward": one.value("greedy_reward"), "thinking_tokens": one.mean_thinking_tokens}
-    values |= {"closed_share": one.closed_share} | ({"tools": one.tools} if one.tools else {})
-    return values | {"truncated_share": one.truncated_share, "prompts": one.num_prompts}
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.system.console import picture_controls
+from rloo_kit.system.console import format_seconds, picture_controls
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -33,6 +33,9 @@ class Cell:
     link: str = ""
     key: str = ""
     tone: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.text, self.under)))
 
 
 @dataclass
@@ -62,10 +65,7 @@ def make_page(template: str, data: Any = None, **values: Any) -> str:
         script = Markup((TEMPLATES / "report.js").read_text(encoding="utf-8"))
         allowed = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
-    # Megabytes of JSON do not go through the template, which copies them; no other text has a NUL.
-    page = render(template, policy=Markup(policy), style=style, script=script, data=Markup("\0"), **values)
-    head, _, tail = page.partition("\0")
-    return "".join([head, embed_json(data), tail]) if script else page
+    return render(template, policy=Markup(policy), style=style, script=script, data=Markup(embed_json(data)), **values)
 
 
 def render(template: str, **values: Any) -> str:
@@ -86,7 +86,7 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else show_text(value),
     )
-    environment.filters |= {"thousands": "{:,}".format, "duration": format_duration, "short": format_count}
+    environment.filters |= {"thousands": "{:,.0f}".format, "duration": format_seconds}
     return environment
 
 
@@ -103,23 +103,3 @@ def embed_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_IN_SCRIPTS)
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as text.
-
-    >>> format_duration(7.25), format_duration(75), format_duration(3675)
-    ('7.2 s', '1 min 15 s', '1 h 1 min')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def format_count(number: float) -> str:
-    """A large number in short form.
-
-    >>> format_count(950), format_count(171_300), format_count(2_400_000)
-    ('950', '171,300', '2.4 million')
-    """
-    return f"{number / 1e6:,.1f} million" if number >= 1e6 else f"{number:,.0f}"

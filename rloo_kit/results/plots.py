@@ -5,7 +5,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
 from rloo_kit.health.series import Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
-from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, says_nothing
-from rloo_kit.results.intervals import Measured
+from rloo_kit.results.evaluation import Evaluation, name_of
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30
@@ -24,7 +23,6 @@ MOST_POINTS = 240  # of a line; longer ones show the minimum and maximum of each
 SMOOTH_FROM = 20  # points from which a moving mean is drawn over the values
 COLORS = 8  # for series of equal rank
 MARGIN = 0.06  # share of the range beyond the values, so that no axis cuts a point
-BAR_WIDTH, BAR_INSET = 200, 4  # of a bar's viewBox
 SAME = 1e-9  # values that differ by less count as equal
 FLAT = 0.02  # a share that moves by less over a whole run is listed, not drawn
 PARTS = {"rollout": "rollout", "rewards": "reward", "gradient": "gradient", "evaluation": "evaluation"}  # time/PART_s
@@ -47,10 +45,10 @@ class Chart:
     Attributes:
         title: plain text. series: one line each, by name ("" for a single one); the last is drawn strongest. A series
             without points is not shown, but keeps its colour.
-        form: "share" (0 to 1, shown in %), "count" or "number". labels: replace the numbers below points 0, 1, ...
+        form: "share" (0 to 1, shown in %), "count" or "number".
         dots: whether each point is a dot with its interval (measurements); else a line with its moving mean.
         alike: the series are of equal rank, each with its own colour (`c0` to `c7` of the style).
-        marks: drawn in the background. note: unit of the horizontal axis. ends_of: index of the series for `from_to`.
+        marks: drawn in the background. ends_of: index of the series for `from_to`.
         metrics: names of those it shows.
     """
 
@@ -60,8 +58,6 @@ class Chart:
     dots: bool = False
     alike: bool = False
     marks: list[Finding] = field(default_factory=list)
-    labels: Sequence[str] = ()
-    note: str = "step"
     ends_of: int = -1
     metrics: set[str] = field(default_factory=set)
 
@@ -146,7 +142,7 @@ class Drawing:
 
     Attributes:
         title, from_to: above the figure. text: the chart as a sentence, for screen readers.
-        ticks: height and text of each horizontal line. below: x, y and text of the horizontal axis.
+        ticks: height and text of each horizontal line. below: x and text of each tick of the steps.
         bands: start, width, x, y and anchor of the name, name. legend: class and name. found: rules and their names.
     """
 
@@ -154,7 +150,7 @@ class Drawing:
     from_to: str
     text: str
     ticks: list[tuple[float, str]]
-    below: list[tuple[float, float, str]]
+    below: list[tuple[float, str]]
     bands: list[tuple[float, float, float, float, str, str]]
     lines: list[Line]
     legend: list[tuple[str, str]]
@@ -164,15 +160,13 @@ class Drawing:
 def draw_chart(chart: Chart) -> Drawing:
     """The coordinates of a chart with at least one point."""
     steps = [point.step for points in chart.series.values() for point in points]
-    first, last = (-0.5, len(chart.labels) - 0.5) if chart.labels else (min(steps), max(steps))
+    first, last = min(steps), max(steps)
     if first == last:
         first, last = first - 1, last + 1
     low, high, heights = _values_shown(chart)
     scale = Scale(first, last, low, high)
     shown = [(chart.kind(number), name, points) for number, (name, points) in enumerate(chart.series.items()) if points]
     lines = [Line.of(points, kind, scale, chart.dots) for kind, _, points in shown]
-    labels: list[tuple[float, str]] = [*enumerate(chart.labels)]
-    labels = labels or [(tick, f"{tick:,.0f}") for tick in nice_ticks(first, last, 5, whole=True)]
     bands: list[tuple[float, float, float, float, str, str]] = []
     for row, mark in enumerate(chart.marks):
         start, end = (scale.x(min(max(step, first), last)) for step in (mark.since, mark.last))
@@ -183,8 +177,7 @@ def draw_chart(chart: Chart) -> Drawing:
         from_to="" if chart.alike else from_to(chart),
         text=describe_chart(chart),
         ticks=[(scale.y(tick), _tick_text(tick, chart.form, heights)) for tick in heights],
-        below=[*((scale.x(at), HEIGHT - 15, text) for at, text in labels),
-               ((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, chart.note)],
+        below=[(scale.x(tick), f"{tick:,.0f}") for tick in nice_ticks(first, last, 5, whole=True)],
         bands=bands,
         lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
         legend=[(kind, name) for kind, name, _ in shown if name],
@@ -192,32 +185,19 @@ def draw_chart(chart: Chart) -> Drawing:
     )  # fmt: skip
 
 
-def draw_bar(shares: Mapping[str, Measured]) -> list[tuple[str, ...]]:
-    """Class of the style, dot, left and right end of each share, by class, in the bar's viewBox."""
-
-    def x(share: float) -> str:
-        return f"{BAR_INSET + (BAR_WIDTH - 2 * BAR_INSET) * min(max(share, 0.0), 1.0):.1f}"
-
-    return [(kind, *map(x, measured.ends)) for kind, measured in shares.items()]
-
-
 def describe_chart(chart: Chart) -> str:
     """A sentence that describes the chart."""
     texts = []
     for name, points in chart.series.items():
-        ends = []
-        for point in dict.fromkeys([*points[:1], *points[-1:]]):
-            place = chart.labels[int(point.step)] if chart.labels else f"{chart.note} {point.step:g}"
-            ends.append(f"{format_value(point.value, chart.form)} at {place}")
-        texts += [f"{name} {', '.join(ends)}".strip()] if points else []
+        ends = dict.fromkeys([*points[:1], *points[-1:]])
+        values = [f"{format_value(point.value, chart.form)} at step {point.step:g}" for point in ends]
+        texts += [f"{name} {', '.join(values)}".strip()] if points else []
     marks = "".join(f"; {mark.title} from step {mark.since:g}" for mark in chart.marks)
     return f"{chart.title}: {'; '.join(texts)}{marks}"
 
 
 def from_to(chart: Chart) -> str:
-    """The start and end of a line, as means if it is smoothed; empty if the points are not steps."""
-    if chart.labels:
-        return ""
+    """The start and end of a line, as means if it is smoothed."""
     values = [point.value for point in list(chart.series.values())[chart.ends_of]]
     ends = (values[0], values[-1]) if chart.dots else first_and_last(values)
     return " → ".join(format_value(end, chart.form) for end in ends[: len(values)])
@@ -309,10 +289,7 @@ def choose_curves(
     """
 
     rows = in_order(metrics)
-    charts = [] if held_out is None else [held_out]
-    for chart in select_charts(rows):
-        if is_flat(chart) or not any(_are_equal(chart, other) for other in charts):
-            charts.append(chart)
+    charts = [*([] if held_out is None else [held_out]), *select_charts(rows)]
     reads = {rule.name: rule.metrics for rule in RULES.values()}
     drawn, constant = [], []
     for chart in charts:
@@ -325,13 +302,6 @@ def choose_curves(
             title = chart.title if chart.title.startswith("KL") else chart.title[:1].lower() + chart.title[1:]
             constant.append(f"{title} {' to '.join(ends)}")
     return drawn, constant
-
-
-def _are_equal(chart: Chart, other: Chart) -> bool:
-    mine, its = ([point for points in one.series.values() for point in points] for one in (chart, other))
-    if [point.step for point in mine] != [point.step for point in its]:
-        return False
-    return all(abs(point.value - twin.value) <= SAME for point, twin in zip(mine, its, strict=True))
 
 
 def is_flat(chart: Chart) -> bool:
@@ -363,24 +333,6 @@ def measured_points(evaluations: Sequence[HeldOut], measure: str) -> list[Point]
     """A measure in evaluations, at their steps."""
     measured = ((one.step, one.evaluation.measure(measure)) for one in evaluations)
     return [Point(step, *mean.ends) for step, mean in measured if mean is not None]
-
-
-def budget_chart(before: Evaluation | None, after: Evaluation | None) -> Chart | None:
-    """Accuracy by thinking budget, before and after; None if none was measured."""
-    sides = {name: side for name, side in named_sides(before, after).items() if side.budgets}
-    budgets = sorted({budget.tokens for side in sides.values() for budget in side.budgets})
-    series: dict[str, list[Point]] = {}
-    for name, side in sides.items():
-        measured = sorted((budgets.index(one.tokens), *one.accuracy.ends) for one in side.budgets if one.accuracy)
-        if measured and (whole := side.measure("accuracy")) is not None:
-            measured.append((len(budgets), *whole.ends))
-        if measured:
-            series[name] = [Point(*point) for point in measured]
-    if not series or says_nothing(before, after):
-        return None
-    labels = [*(f"{budget:,}" for budget in budgets), "no budget"]
-    title = f"{name_of('accuracy', before, after).capitalize()} by thinking budget"
-    return Chart(title, series, "share", dots=True, labels=labels, note="thinking budget, tokens")
 
 
 def tokens_generated(metrics: Sequence[Row]) -> float:

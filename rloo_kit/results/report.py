@@ -1,21 +1,12 @@
 """`report.html` of a run: the outcome, its reasons, the completions. `templates/report.html.jinja` has the text."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import EXACT
-from rloo_kit.results.changes import (
-    HeldOut,
-    HeldOutHistory,
-    change_of,
-    compare,
-    find_changes,
-    parse_evaluations,
-    read_evaluations,
-)
+from rloo_kit.results.changes import change_of, compare, find_changes, parse_evaluations, read_evaluations
 from rloo_kit.results.evaluation import (
     SHARES,
     THINKING,
@@ -28,10 +19,7 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.pages import Table, make_page
 from rloo_kit.results.plots import (
-    budget_chart,
     choose_curves,
-    draw_bar,
-    draw_chart,
     held_out_chart,
     in_order,
     split_time,
@@ -63,11 +51,8 @@ def write_report(
     measure = evaluations[-1]["measure"] if during else next(iter(shared_measures(before, after)), "accuracy")
     held_out = held_out_chart(before, after, during, measure, result.kept_step)
     curves, constant = choose_curves(result.metrics, result.findings, held_out)
-    budgets = budget_chart(before, after)
     measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
-    kinds = list(dict.fromkeys(kind for counts in changes.counts.values() for kind in counts))
-    counted = [(name, *(f"{counts.get(kind, 0):,}" for kind in kinds)) for name, counts in changes.counts.items()]
     rollouts = sample_rollouts(read_rollouts(folder), result.steps)
     shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
@@ -88,12 +73,7 @@ def write_report(
         measures=Table("Evaluations before and after training", *measures, numbers=(1, 2)),
         comparison=compare(before, after) if before is not None and after is not None else None,
         last=after or before,
-        budgets=None if budgets is None else draw_chart(budgets),
         changes=changes,
-        changed=Table("Held-out prompts by change", ("measure", *kinds), counted, numbers=range(1, 9)),
-        evaluations=during,
-        during=_during(during, measure, evaluations[-1].get("best_step")) if during else None,
-        measure=name_of(measure, *(one.evaluation for one in during)),
         rollouts=rollouts,
         versions=json.dumps(recorded or installed_versions(), indent=2, ensure_ascii=False),
         folder=folder,
@@ -115,23 +95,21 @@ def _tiles(before: Evaluation | None, after: Evaluation | None) -> list[dict[str
     names = [*(["win_rate"] if any(side.measure("win_rate") for side in sides) else []), *names]
     titles = {name: name_of(name, *sides).capitalize() for name in names}
     titles |= {THINKING: "Thinking tokens", "closed_share": "Thinking closed", "forced_share": "Closed by the budget"}
-    names.append(THINKING)
     tiles = []
     for name, title in titles.items():
         values = [None if side is None else getattr(side, name, side.value(name)) for side in (before, after)]
         if values == [None, None]:
             continue
-        is_share = name in (*SHARES, "closed_share", "forced_share")
-        factor, digits, unit = (100, 1, " points") if is_share else (1, 1 if name == THINKING else 2, "")
-        tile: dict[str, Any] = {"title": title, "sides": values, "is_share": is_share, "change": "", "bar": []}
-        change = None if before is None or after is None or name not in names else change_of(name, before, after)
-        if change is not None:
-            value, low, high = (f"{factor * end:+.{digits}f}" for end in change.difference.ends)
-            tile["change"] = f"{value}{unit} [{low}, {high}]"
-        if name in SHARES:
-            measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
-            tile["bar"] = draw_bar({kind: share for kind, share in measured.items() if share is not None})
-        tiles.append(tile)
+        measured = {kind: side.measure(name) for kind, side in (("s0", before), ("s1", after)) if side is not None}
+        tiles.append(
+            {
+                "title": title,
+                "sides": values,
+                "is_share": name in (*SHARES, "closed_share", "forced_share"),
+                "change": None if before is None or after is None else change_of(name, before, after),
+                "bar": [(kind, share.ends) for kind, share in measured.items() if share is not None and name in SHARES],
+            }
+        )
     return tiles
 
 
@@ -141,25 +119,6 @@ def _health(result: TrainResult) -> Table:
     for finding in result.findings:
         steps = f"{finding.since}" if finding.name in lasting else f"{finding.since} to {finding.last}"
         also = f"; consequences: {', '.join(finding.explains).replace('_', ' ')}" if finding.explains else ""
-        rows.append((finding.title, finding.level, steps, finding.found + also, finding.cause, finding.fix))
-    head = ("finding", "level", "since step", "evidence", "cause", "fix")
+        rows.append((finding.title, steps, finding.found + also, finding.cause, finding.fix))
+    head = ("finding", "since step", "evidence", "cause", "fix")
     return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
-
-
-def _during(during: Sequence[HeldOut], measure: str, best: int | None) -> Table:
-    """Each evaluation during training, against the best before it."""
-    history, sides = HeldOutHistory(measure, None), [one.evaluation for one in during]
-    shown = [name for name in shared_measures(*sides) if name in ("reward", measure) or not says_nothing(*sides)]
-    thinks = any(one.mean_thinking_tokens is not None for one in sides)
-    rows = []
-    for one in during:
-        values = [str(value) for name in shown if (value := one.evaluation.measure(name)) is not None]
-        if thinks:
-            mean = one.evaluation.mean_thinking_tokens
-            values.append("-" if mean is None else f"{mean:.1f}")
-        against = history.compare_with_best(one)
-        history.observe(one)
-        rows.append((one.step, *values, f"{against:+.3f}" if against else "-", "best" if one.step == best else ""))
-    names = [*(name_of(name, *sides) for name in shown), *(["thinking tokens"] if thinks else [])]
-    head = ("step", *names, "vs. the best before", "kept")
-    return Table("Each evaluation, with its interval", head, rows, numbers=range(len(head) - 1))

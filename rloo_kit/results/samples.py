@@ -5,8 +5,7 @@ The id of the closing tag, not the text, decides whether a completion closed its
 
 import itertools
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,32 +114,24 @@ def _bare(thinking: str) -> str:
 
 
 ORDERS = ("first", "best", "worst", "longest")
-NEEDED: dict[str, Any] = {  # of a row, with the types of its values
-    "step": int, "group": int, "prompt": object, "completion": str | list, "completion_tokens": int,
-    "thinking_tokens": int | None, "closed": bool, "forced": bool, "truncated": bool,
-    "reward": int | float | None, "advantage": int | float | None, "rewards": dict,
-}  # fmt: skip
 OF_TOOLS = ("tool_calls", "tool_failures", "cut_by")  # only in runs with tools
 KEPT = ("closed", "forced", "truncated", "completion_tokens", "thinking_tokens", "reward", "advantage", "rewards")
 
 
 @dataclass(frozen=True)
 class PickedCompletions:
-    """Some completions of one step (`describe_completion` of each), and shares and means over all of them, by name."""
+    """Some completions of one step (`describe_completion` of each)."""
 
     folder: Path
     step: int
-    shares: dict[str, Any]
     completions: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"folder": str(self.folder), "step": self.step} | self.shares | {"completions": self.completions}
+        return {"folder": str(self.folder), "step": self.step, "completions": self.completions}
 
     def __rich__(self) -> Group:
-        shown = {name.replace("_", " "): value for name, value in self.shares.items() if value is not None}
-        numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
-        parts: list[Any] = [Text(f"{self.folder}, step {self.step}", style="bold"), Text(numbers)]
+        parts = [Text(f"{self.folder}, step {self.step}", style="bold")]
         for completion in self.completions:
             parts += [Text(""), Text(plain(completion["prompt"]), style="bold")]
             texts = [*completion["steps"], ("thinking", completion["thinking"]), ("text", completion["answer"])]
@@ -175,7 +166,7 @@ def pick_completions(
     if order not in ORDERS:
         raise ConfigError(f"--order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     folder = Path(find_run(source).folder)
-    rows = [row for row in read_step(folder, step) if is_whole(row)]
+    rows = read_step(folder, step)
     if not rows:
         last = read_step(folder)
         if not last:
@@ -190,13 +181,7 @@ def pick_completions(
         scored = [row for row in rows if row["reward"] is not None]
         ordered = sorted(scored, key=lambda row: row["reward"], reverse=order == "best")
     picked = [describe_completion(row, max_chars) for row in ordered[:num]]
-    return PickedCompletions(folder, rows[0]["step"], _shares(rows), picked)
-
-
-def is_whole(row: dict[str, Any]) -> bool:
-    """Whether a row has every field that is shown, so was not damaged by an editor or a full disk."""
-    typed = all(name in row and isinstance(row[name], kind) for name, kind in NEEDED.items())
-    return typed and not (row["closed"] and row["thinking_tokens"] is None)
+    return PickedCompletions(folder, rows[0]["step"], picked)
 
 
 def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
@@ -210,45 +195,15 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
     return start | parts | kept | {"columns": row.get("columns", {})}
 
 
-def _shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    groups: defaultdict[int, set[Any]] = defaultdict(set)
-    for row in rows:
-        groups[row["group"]].add(row["reward"])
-
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return {
-        "num_completions": len(rows),
-        "closed_share": mean(row["closed"] and not row["forced"] for row in rows),
-        "forced_share": mean(row["forced"] for row in rows),
-        "truncated_share": mean(row["truncated"] for row in rows),
-        "groups_with_signal_share": mean(len(rewards - {None}) > 1 for rewards in groups.values()),
-        "mean_tokens": mean(row["completion_tokens"] for row in rows),
-        "mean_thinking_tokens": mean(row["thinking_tokens"] for row in rows if row["closed"]),
-        "mean_reward": mean(row["reward"] for row in rows),
-    }
-
-
-WHOLE = 1000  # rollouts in whole groups
+MOST_ROLLOUTS = 1000  # in a page
 STEPS = 10  # minimum number of steps, if there are that many
-EACH = 100  # rollouts from the other steps for each of TELLING
 ROOM = 4_000_000  # characters of completions in a page
-LONGEST = 40_000  # characters of a completion that are considered
-TELLING: dict[str, Callable[[dict[str, Any]], float | None]] = {  # the greatest are kept; None: never
-    "regressed": lambda one: one["was"] - one["reward"] if one["regressed"] else None,
-    "truncated": lambda one: one["step"] if one["truncated"] else None,
-    "worst": lambda one: -(one["advantage"] or 0.0),
-    "best": lambda one: one["advantage"] or 0.0,
-    "longest": lambda one: one["tokens"],
-}
 
 
 @dataclass
 class RolloutSample:
     """The rows for the page's script, in run order, the prompts that they refer to by index, the names of the rewards,
-    the run's number of rollouts, the length to which the longest were cut (None: none), the steps with whole groups."""
+    the run's number of rollouts, the length to which the longest were cut (None: none), the steps that are shown."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
@@ -263,106 +218,79 @@ class RolloutSample:
         if len(self.rows) < self.total:
             text = (
                 f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
-                f"the last, evenly spaced ones between), and from the rest up to {EACH} each of the worst regressions, "
-                "the last truncated ones, the lowest and highest advantages, and the longest. All are in the "
-                "run's folder."
             )
-        cut = f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
-        return text + cut
+            text += "the last, evenly spaced ones between). All are in the run's folder."
+        return text + (
+            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
+        )
 
 
 def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
-    """Select from a run's rollouts, in the order of `read_rollouts`; the shown steps are spread evenly up to the run's
-    last one."""
+    """Select whole groups from a run's rollouts, in the order of `read_rollouts`; the shown steps are spread evenly up
+    to the run's last one."""
     found, due, each = RolloutSample(), None, 1
-    kept: list[dict[str, Any]] = []
-    top: dict[str, list[dict[str, Any]]] = {name: [] for name in TELLING}
-    earned: dict[int, float] = {}  # each prompt's most recent mean reward
     for step, groups, is_last in _read_steps(rows):
-        found.total += (size := sum(map(len, groups)))
-        for group in groups:  # mark completions below the mean of their prompt's last group, if this one's mean fell
-            scored = [record["reward"] for record in group if record["reward"] is not None]
-            key, mean = hash(group[0]["prompt"]), sum(scored) / len(scored) if scored else 0.0
-            for record in group if scored and mean < earned.get(key, mean) else ():
-                record["was"] = earned[key]
-                record["regressed"] = record["reward"] is not None and record["reward"] < earned[key]
-            earned |= {key: mean} if scored else {}
+        size = sum(map(len, groups))
+        found.total += size
         if due is None:  # every step has about as many rollouts as the first
             ahead = max(last_step - step, 0)
-            count = min(max(WHOLE // size, STEPS), ahead + 1)
-            each = max(len(groups) * (WHOLE // count) // size, 1)
+            count = min(max(MOST_ROLLOUTS // size, STEPS), ahead + 1)
+            each = max(len(groups) * (MOST_ROLLOUTS // count) // size, 1)
             due = sorted({step + round(place * ahead / max(count - 1, 1)) for place in range(count)})
-        is_due = is_last or (bool(due) and due[0] <= step)  # a planned step without rollouts: the next that has some
-        due = [one for one in due if one > step]
-        shown = min(each, len(groups)) if is_due else 0
-        whole = [place * len(groups) // shown for place in range(shown)]  # evenly spaced
-        if is_due:
+        if is_last or (due and due[0] <= step):  # a planned step without rollouts: the next that has some
             found.steps.append(step)
-        kept += [record | {"whole": True} for place in whole for record in groups[place]]
-        others = [record for place, group in enumerate(groups) if place not in whole for record in group]
-        for name, value in TELLING.items():
-            able = [record for record in reversed(others) if value(record) is not None]  # of equals the newest
-            top[name] = sorted(able + top[name], key=value, reverse=True)[:EACH]  # type: ignore[arg-type]
-    by_number = {record["number"]: record for records in (*top.values(), kept) for record in records}
-    _finish(found, [by_number[number] for number in sorted(by_number)])
+            shown = min(each, len(groups))
+            evenly = (groups[place * len(groups) // shown] for place in range(shown))
+            found.rows += [_page_row(row) for group in evenly for row in group]
+        due = [planned for planned in due if planned > step]
+    _cut_texts(found)
     return found
 
 
 def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
     """Each step with its completions grouped by prompt, and whether it is the last."""
-    number = itertools.count()
-    batches = itertools.groupby(filter(is_whole, rows), key=lambda row: row["step"])
-    steps = ((step, [_record(row, next(number)) for row in batch]) for step, batch in batches)
-    for (step, records), (_, following) in itertools.pairwise(itertools.chain(steps, [(0, [])])):
-        groups = itertools.groupby(records, key=lambda record: record["group"])
+    steps = ((step, list(batch)) for step, batch in itertools.groupby(rows, key=lambda row: row["step"]))
+    for (step, batch), (_, following) in itertools.pairwise(itertools.chain(steps, [(0, [])])):
+        groups = itertools.groupby(batch, key=lambda row: row["group"])
         yield step, [list(group) for _, group in groups], not following
 
 
-def _record(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The fields of a row that the page needs, without its ids."""
-    segments, answer = split_completion(row)
-    found = list_steps(row.get("turns") or ())
-    texts = [*(text for _, text in found), *(text for text, _ in segments), answer]
-    rewards = {name: value for name, value in row["rewards"].items() if is_number(value)}
+def _page_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A rollout as the page's script reads it, with whole texts, the prompt and the rewards by name."""
+    thinking, answer = split_completion(row)
+    rewards = {name: _round(value) for name, value in row["rewards"].items() if is_number(value)}
     judged = next((rewards[name] for name in (GYM_REWARD, *REWARDS_WITH_ANSWERS) if name in rewards), None)
-    return {
-        "number": number, "step": row["step"], "group": row["group"], "prompt": plain(row["prompt"]),
-        "texts": cut_parts(texts, LONGEST), "kinds": [kind for kind, _ in found],
-        "flags": [forced for _, forced in segments], "tokens": row["completion_tokens"],
-        "calls": row.get("tool_calls"), "failed": bool(row.get("tool_failures")),
-        "thinking_tokens": row["thinking_tokens"] if row["closed"] else None, "truncated": row["truncated"],
-        "forced": row["forced"], "wrong": judged is not None and judged < 1, "reward": row["reward"],
-        "advantage": row["advantage"], "rewards": rewards,
-        "gold": row.get("columns", {}).get("answer"), "was": None, "regressed": False,
-    }  # fmt: skip
+    marks = {"wrong": judged is not None and judged < 1, "truncated": row["truncated"], "forced": row["forced"]}
+    marks["failed"] = bool(row.get("tool_failures"))
+    found: dict[str, Any] = {name: row[name] for name in ("step", "group")}
+    found |= {"prompt": plain(row["prompt"]), "steps": list_steps(row.get("turns") or ())}
+    found |= {"thinking": thinking, "answer": answer, "tokens": row["completion_tokens"], "rewards": rewards}
+    found |= {name: _round(row[name]) for name in ("reward", "advantage")}
+    found["marks"] = [name for name, is_set in marks.items() if is_set]
+    facts = {"thinking_tokens": row["thinking_tokens"] if row["closed"] else None, "calls": row.get("tool_calls")}
+    facts["gold"] = row.get("columns", {}).get("answer")
+    return found | {name: show_text(value) for name, value in facts.items() if value is not None}
 
 
-def _finish(found: RolloutSample, records: list[dict[str, Any]]) -> None:
+def _cut_texts(found: RolloutSample) -> None:
     """Cut the texts to fit the page, and store prompts and reward names once."""
-    found.rewards = list(dict.fromkeys(name for record in records for name in record["rewards"]))
+    names = list(dict.fromkeys(name for row in found.rows for name in row["rewards"]))
     places: dict[str, int] = {}
-    lengths = [sum(map(len, one["texts"])) for one in records]
+    texts = [
+        [*(text for _, text in row["steps"]), *(text for text, _ in row["thinking"]), row["answer"]]
+        for row in found.rows
+    ]
+    lengths = [sum(map(len, parts)) for parts in texts]
     limit = longest_that_fits(lengths, ROOM)
     found.limit = limit if any(length > limit for length in lengths) else None
-    for record in records:
-        *parts, answer = map(show_text, cut_parts(record["texts"], limit))
-        kinds, flags = record["kinds"], record["flags"]
-        marks = [name for name in ("wrong", "regressed", "truncated", "forced", "failed", "whole") if record.get(name)]
-        row: dict[str, Any] = {
-            "step": record["step"], "group": record["group"],
-            "prompt": places.setdefault(record["prompt"], len(places)),
-            "thinking": [[text, forced] for text, forced in zip(parts[len(kinds) :], flags, strict=True)],
-            "answer": answer, "tokens": record["tokens"], "reward": _round(record["reward"]),
-            "advantage": _round(record["advantage"]), "marks": marks,
-            "rewards": [_round(record["rewards"].get(name)) for name in found.rewards],
-        }  # fmt: skip
-        row |= {"steps": list(zip(kinds, parts, strict=False))} if kinds else {}
-        for name in ("thinking_tokens", "was", "gold", "calls"):
-            if record[name] is not None:
-                row[name] = _round(record[name]) if name == "was" else show_text(record[name])
-        found.rows.append(row)
-    found.prompts = list(places)
-    found.rewards = [show_text(name) for name in found.rewards]
+    for row, parts in zip(found.rows, texts, strict=True):
+        *shown, row["answer"] = map(show_text, cut_parts(parts, limit))
+        count = len(row["steps"])
+        row["steps"] = [(kind, text) for (kind, _), text in zip(row["steps"], shown[:count], strict=True)]
+        row["thinking"] = [(text, forced) for (_, forced), text in zip(row["thinking"], shown[count:], strict=True)]
+        row["prompt"] = places.setdefault(row["prompt"], len(places))
+        row["rewards"] = [row["rewards"].get(name) for name in names]
+    found.prompts, found.rewards = list(places), [show_text(name) for name in names]
 
 
 def _round(value: float | None) -> float | None:

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
-from rloo_kit.health.series import CEILING, CLIPPED, Series, at_ceiling, is_number
+from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, TRUNCATED, Context, Finding
+from rloo_kit.health.series import CEILING, Series, at_ceiling, is_number
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import (
@@ -30,11 +30,13 @@ from rloo_kit.system.console import fill_text, plain_prompt
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
-NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "all_none", "reward_failures")
+NO_SIGNAL = ("no_signal", "truncation", "cold_start", "no_movement", "reward_failures")
 BY_SUCCESS = ("no_signal", "no_movement")  # what a solved task shows too
 LONGEST_QUESTION = 60  # characters of an example in a command
 # Of accuracy that shorter thinking may cost: the first, or what the prompts can resolve, up to the second.
 MARGIN, WIDEST_MARGIN = 0.03, 0.1
+SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
+PRESSED = 0.2  # share of thoughts closed by the budget from which the run asks for shorter ones
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
@@ -82,7 +84,10 @@ def load_result(run: RunConfig) -> TrainResult:
     run_dir = RunReader(Path(run.folder))
     status = run_dir.status()
     if not status:
-        raise RunNotFoundError(f"there is no run in {run_dir.folder}; rloo-kit train writes one")
+        raise RunNotFoundError(
+            f"{run_dir.folder} is not a run's folder: it has no status.json. rloo-kit train writes runs to "
+            "OUTPUT_DIR/NAME; a batch writes them to BATCH/NAME/run"
+        )
     metrics = run_dir.read_metrics()
     known: list[Any] = [status.get("seconds"), *(row.get("seconds") for row in metrics[-1:])]  # killed: the second
     seconds = next(filter(is_number, known), 0.0)
@@ -231,9 +236,8 @@ class _Facts:
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = self._describe_solved()
         lasting = {finding.name: finding for finding in result.lasting}
-        alarming = [finding for finding in result.lasting if finding.level == "alarming"]
-        blind = next((finding for name in NO_SIGNAL for finding in alarming if finding.name == name), None)
-        alarm = next((finding for finding in alarming if finding.name not in BY_SUCCESS), None)
+        blind = next((lasting[name] for name in NO_SIGNAL if name in lasting), None)
+        alarm = next((finding for finding in result.lasting if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
         self.findings |= {"first": first, "worst": broken or first}
@@ -334,13 +338,16 @@ class _Facts:
 
     @property
     def wants_shorter(self) -> bool:
-        """Whether the run asks for less thinking."""
-        return self.before is not None and Context.of(self.run).wants_shorter(self.before.forced_share)
+        """Whether the run asks for less thinking, by a reward or a budget that closed so many thoughts before. The
+        usual budget, which leaves room for an answer, closes few."""
+        weights = self.run.reward_weights
+        is_pressed = self.before is not None and (self.before.forced_share or 0.0) >= PRESSED
+        return is_pressed or any(weights.get(name, 0.0) > 0 for name in SHORTENING)
 
     @property
     def is_cut_off(self) -> bool:
         """Whether nearly all held-out completions reach the limit, in a run too short for the health rule, too."""
-        return self.sides is not None and CLIPPED.is_alarming(self.sides[1].truncated_share)
+        return self.sides is not None and self.sides[1].truncated_share > TRUNCATED
 
     def list_more(self, outcome: Outcome) -> Iterator[str]:
         """What else was measured, to follow the row's sentence."""
@@ -395,26 +402,29 @@ def _why_not_compared(before: Evaluation | None, after: Evaluation | None) -> st
     return "The evaluations have neither an accuracy nor a reward (data.answer_column, rewards)"
 
 
-def _advise(kind: Kind, facts: "_Facts") -> str:
+ADVICE = {
+    "learnt": "",
+    "gamed": "read the best completions, then fix the reward or change the weights of rewards",
+    "no signal": "use prompts that are solved sometimes (data.source), demonstrations first (rloo-kit sft), or a "
+    "graded reward",
+}
+
+
+def _advise(kind: Kind, facts: _Facts) -> str:
     """What to do, for a verdict without a finding that says it."""
     run, result, change = facts.run, facts.result, facts.change
     section: Any = run.rloo if result.method == "rloo" else run.sft
     longer = f"{result.method}.{'num_train_epochs' if section.max_steps is None else 'max_steps'}"
     longer = "eval.patience" if result.stopped == EARLY else longer
-    if kind == "gamed":
-        return "read the best completions, then fix the reward or change the weights of rewards"
-    if kind == "no signal":
-        return (
-            "use prompts that are solved sometimes (data.source), demonstrations first (rloo-kit sft), or a graded "
-            "reward"
-        )
+    if kind in ADVICE:
+        return ADVICE[kind]
     if kind == "broken":
         if result.method != "rloo":
             return f"lower sft.learning_rate or {longer}"
         is_kept = run.eval.every_steps and run.eval.save_best
         keep = "" if is_kept else ", and keep the best weights with eval.every_steps and eval.save_best"
         return f"lower rloo.learning_rate{keep}"
-    if kind == "learnt" or result.stopped == "running":
+    if result.stopped == "running":
         return ""
     if result.stopped not in (None, EARLY):
         return "continue with --resume" if result.method == "rloo" else "start again with --overwrite"
@@ -423,26 +433,16 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
     if facts.is_cut_off:
         limit = run.rloo.max_completion_length
         return f"raise rloo.max_completion_length (currently {limit}), and model.max_seq_length with it"
-    thinking, measured = facts.change_of(THINKING), facts.sides[1].num_prompts
+    prompts = f"eval.num_prompts, {'rows of data.test_source' if run.data.separate_test else 'data.test_size'}"
+    thinking = facts.change_of(THINKING)
     if thinking is not None and thinking.fell and facts.wants_shorter:
-        return f"evaluate on more prompts ({_find_more(run, measured, None)}): if it is as right is still open"
+        return f"evaluate on more prompts ({prompts}): if it is as right is still open"
     value, low, _ = change.difference.ends
     if value > 0 and value - low > CLOSE:
         count = change.difference.count * ((value - low) / max(value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
-        where = _find_more(run, measured, more)
-        return f"train longer ({longer}), or evaluate on about {more:,} prompts ({where}) to resolve such a change"
+        return f"train longer ({longer}), or evaluate on about {more:,} prompts ({prompts}) to resolve such a change"
     return f"train longer ({longer})" + (f" or with a higher {result.method}.learning_rate" if value >= 0 else "")
-
-
-def _find_more(run: RunConfig, measured: int, wanted: int | None) -> str:
-    """The keys with which more prompts than the `measured` ones are held out and evaluated; `wanted`: so many."""
-    limit, data = run.eval.num_prompts, run.data
-    rows = "more rows in data.test_source or data.test_split" if data.separate_test else "data.test_size"
-    if limit is None or limit > measured:  # all that are held out were measured
-        return rows if limit is None or (wanted or measured) <= limit else f"{rows}, eval.num_prompts"
-    enough = isinstance(data.test_size, int) and wanted is not None and data.test_size >= wanted
-    return "eval.num_prompts" if enough else f"eval.num_prompts, {rows}"
 
 
 def _lower(text: str) -> str:

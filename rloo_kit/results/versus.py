@@ -2,7 +2,6 @@
 `comparison.html`, a single file that fetches nothing."""
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,17 +12,23 @@ from rich.table import Table
 from rich.text import Text
 
 from rloo_kit.config.run import COMPARED_ON_RESUME, RunConfig, changed_keys
-from rloo_kit.errors import ConfigError, RunNotFoundError
+from rloo_kit.errors import ConfigError
 from rloo_kit.results.changes import Change, HeldOut, change_of, parse_evaluations, read_evaluations
-from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, setting_differences, shared_measures
+from rloo_kit.results.evaluation import (
+    Evaluation,
+    name_of,
+    named_sides,
+    rewards_differ,
+    setting_differences,
+    shared_measures,
+)
 from rloo_kit.results.intervals import Measured
-from rloo_kit.results.pages import TONES, Cell, format_duration, make_page
+from rloo_kit.results.pages import TONES, Cell, make_page
 from rloo_kit.results.pages import Table as PageTable
 from rloo_kit.results.plots import COLORS, Chart, Drawing, draw_chart, measured_points, points_of, signal_shares
 from rloo_kit.results.verdict import TrainResult, Verdict, judge_run, load_evaluation, load_result, measured_words
-from rloo_kit.runs.files import read_object, write_text
+from rloo_kit.runs.files import write_text
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.folder import INPUTS
 from rloo_kit.runs.reader import read_run_id
 from rloo_kit.system.console import fill_text, format_seconds, render_text
 
@@ -86,26 +91,20 @@ class RunComparison:
         runs = []
         for one in self.runs:
             found: dict[str, Any] = {"name": one.name, "folder": str(one.result.folder), "steps": one.result.steps}
-            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict(), "before": {}, "after": {}}
-            for when, side in named_sides(one.before, one.after).items():
-                found[when] = {name: list(side.ends(name)) for name in shared_measures(side)}
-                found[when]["thinking_tokens"] = side.mean_thinking_tokens
+            found |= {"seconds": one.result.seconds, "verdict": one.verdict.to_dict()}
+            found |= {name: side.summary() for name, side in named_sides(one.before, one.after).items()}
             lead = None if one.lead is None else one.lead.to_dict()
             changed = {key: list(pair) for key, pair in one.changed.items()}
             runs.append(found | {"lead": lead, "word": one.word, "changed": changed})
         return {"sentence": self.sentence, "runs": runs}
 
     def __rich__(self) -> Group:
+        page = _every_run(self.runs)
         table = Table(box=None, pad_edge=False)
-        measure = measure_of(self.runs)
-        for title in column_titles(self.runs):
+        for title in page.head:
             table.add_column(title, justify="left" if title in ("run", "verdict") else "right", overflow="fold")
-        for one in self.runs:
-            values = [str(value or "-") for value in one.measured(measure)]
-            values.append("-" if one.lead is None else f"{one.lead.difference:+.3f}")
-            values = [value.replace(" [", "\n[") for value in values]
-            kind = one.verdict.kind if one.verdict.change or one.after else "-"
-            table.add_row(one.name, kind, *values, str(one.result.steps), format_seconds(one.result.seconds))
+        for row in page.rows:
+            table.add_row(*map(str, row))
         lines = []
         for one in self.runs:
             keys = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in one.changed.items())
@@ -126,11 +125,7 @@ def compare_runs(sources: Sequence[str | Path], names: Sequence[str] | None = No
     names = names or _short_names([Path(run.folder) for run in runs])
     made: list[Contestant] = []
     for name, run in zip(names, runs, strict=True):
-        try:
-            result = load_result(run)
-        except RunNotFoundError:
-            raise RunNotFoundError(f"{run.folder} is not a run's folder: it has no status.json") from None
-        before, after = load_evaluation(run, "before"), load_evaluation(run, "after")
+        result, before, after = load_result(run), load_evaluation(run, "before"), load_evaluation(run, "after")
         made.append(Contestant(name, run, result, before, after, judge_run(run, result, before, after)))
     first, measure = made[0], measure_of(made)
     compared = [first]
@@ -149,12 +144,6 @@ def measure_of(runs: Sequence[Contestant]) -> str:
     return next(iter(shared_measures(*(one.after for one in runs))), "accuracy")
 
 
-def column_titles(runs: Sequence[Contestant]) -> tuple[str, ...]:
-    """The head of the table of the runs."""
-    name = name_of(measure_of(runs), *(one.after for one in runs))
-    return ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time")
-
-
 def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | None, str]:
     """How far `one` is ahead, by `measure` if both have it and it is of one kind, and the caveat to show with it."""
     if first.after is None or one.after is None:
@@ -163,12 +152,7 @@ def _lead(first: Contestant, one: Contestant, measure: str) -> tuple[Change | No
         return None, f"measured differently ({'; '.join(apart)})"
     judges = [side.judged_by for side in (first.after, one.after) if side.judged_by is not None]
     words = [f"their accuracies are not of one kind ({' and '.join(judges)})"] if len(set(judges)) > 1 else []
-    began, other = (read_object(side.result.folder / INPUTS) for side in (first, one))  # what both recorded
-    changed = [name for name in began if name in other and began[name] != other[name]]
-    columns = [name for name in changed if name.endswith("of the held-out prompts")]
-    if columns and "column prompt of the held-out prompts" not in columns:
-        return None, f"measured differently ({', '.join(columns)})"
-    other_rewards = _rewards(first) != _rewards(one) or any(re.search("[.]py$|^reward ", name) for name in changed)
+    other_rewards = _rewards(first) != _rewards(one) or rewards_differ(first.after, one.after)
     for name in sorted(shared_measures(first.after, one.after), key=lambda name: name != measure):
         is_other = other_rewards if name.endswith("reward") else bool(words)
         if not is_other and (found := change_of(name, first.after, one.after)) is not None:
@@ -234,20 +218,22 @@ def page_values(found: RunComparison, place: Path) -> dict[str, Any]:
     return {"summary": [found.sentence], "tables": tables, "curves": _curves(found.runs)}
 
 
-def _every_run(runs: Sequence[Contestant], place: Path) -> PageTable:
+def _every_run(runs: Sequence[Contestant], place: Path | None = None) -> PageTable:
+    """The runs, with links from a page in the folder `place` to the reports that exist."""
     measure, rows = measure_of(runs), []
     for number, one in enumerate(runs):
         report = Path(one.result.folder).resolve() / "report.html"
-        link = Path(os.path.relpath(report, place)).as_posix() if report.is_file() else ""
-        lead = Cell("-") if one.lead is None else _value(one.lead.difference, "+")
-        lead.under = "\n".join(filter(None, (lead.under, one.word)))
+        link = Path(os.path.relpath(report, place)).as_posix() if place and report.is_file() else ""
         rows.append((
             Cell(one.name, link=link, key=f"c{number % COLORS}"),
             Cell(one.verdict.kind, tone=TONES.get(one.verdict.kind, "")),
             *("-" if value is None else _value(value) for value in one.measured(measure)),
-            lead, one.result.steps, format_duration(one.result.seconds),
+            "-" if one.lead is None else _value(one.lead.difference, "+"),
+            one.result.steps,
+            format_seconds(one.result.seconds),
         ))  # fmt: skip
-    return PageTable("Every run", column_titles(runs), rows)
+    name = name_of(measure, *(one.after for one in runs))
+    return PageTable("Every run", ("run", "verdict", f"{name} before", "after", "vs. the first", "steps", "time"), rows)
 
 
 def _value(found: Measured, sign: str = "") -> Cell:

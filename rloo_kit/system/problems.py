@@ -21,8 +21,7 @@ class Problem:
     Attributes:
         name: of the check, the stage or the rule. found: what was found. limit: what it may be; fix: the key with a
             value that works, or the command. Both may be empty, or part of `found` if an error's text is all there is.
-        level: "error" keeps a run from starting, "warning" does not; "ok" found nothing. For the health of a run
-            "alarming", "watch" and "healthy".
+        level: "error" keeps a run from starting, "warning" does not; "ok" found nothing.
     """
 
     name: str

@@ -12,7 +12,6 @@ from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
-from rloo_kit.health.series import LAST_ROWS, RANGES, judge_metrics
 from rloo_kit.health.watch import HealthWatch, examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,24 +98,19 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("no_signal", [WELL] * 5 + [TIED] * 5, {}, "rloo.temperature (currently 0.7)"),
     ("no_signal", [WELL | {"reward_std": 0.0}] * 5, {"baseline": "none"}, "rloo.num_generations, currently 4"),
     ("no_signal", [WELL | {"frac_reward_zero_std": 0.0, "frac_score_zero_std": 1.0}] * 4, {}, "rloo.temperature"),
-    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "The prompts were solved from the start"),
-    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "harder prompts (data.source)"),
+    ("no_signal", [TIED | {"reward": 1.0, ANSWER: 1.0}] * 5, {}, "solved from the start. To do: harder prompts"),
     ("reward_hacking", hacked(ANSWER, 0.02), {}, "--order best"),
     ("reward_hacking", hacked("eval/accuracy", 0.02), {}, "mine rose"),
     ("truncation", [WELL | {"completions/clipped_ratio": 0.85}] * 5, {}, "rloo.max_completion_length (currently 128)"),
-    ("all_none", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
+    ("reward_failures", [TIED | {"rewards/unscored_ratio": 1.0, "reward": None}] * 5, {}, "data.answer_column"),
     ("reward_failures", [WELL | {"rewards/failed_ratio": 0.3}] * 5, {}, "fix the reward"),
     ("cold_start", [TIED | {ANSWER: 0.0}] * 8, {}, "rloo-kit sft"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {}, "model.lora"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"reward_clip_range": [0.0, 0.1]}, "currently [0.0, 0.1]"),
     ("no_movement", [WELL | {"grad_norm": 0.0}] * 5, {"mask_truncated_completions": True}, "rloo.mask_truncated"),
-    ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
-    ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
-    ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
-    ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
@@ -132,20 +126,6 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     assert look(rows, **options, modes=modes) == []
 
 
-@pytest.mark.parametrize(("weights", "forced"), [({}, 0.5), ({"relative_length_penalty": 0.4}, 0.0)])
-def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[str, float], forced: float) -> None:
-    """A run that halved its thinking got the advice for collapsed lengths. Each run of a Qwen3 model has a budget,
-    which leaves room for the answer and asks for nothing."""
-
-    def found(rows: list[dict[str, Any]], **usual: Any) -> list[str]:
-        return [one.name for one in look([{"thinking/forced_ratio": forced} | row for row in rows], **usual)]
-
-    shorter = drift("thinking/mean_length", 50, 5)
-    worse = [row | {ANSWER: 0.7 - 0.01 * n} for n, row in enumerate(shorter)]
-    assert found(shorter, weights=weights) == [] and "length_collapse" in found(worse, weights=weights)
-    assert "length_collapse" in [one.name for one in look(shorter, thinking_budget=3552)]
-
-
 def test_every_rule_has_its_key_and_its_case() -> None:
     """A rule without a key cannot be set to stop or off; one without a test case may never fire, and one that no page
     explains has to be looked up in the source."""
@@ -155,18 +135,12 @@ def test_every_rule_has_its_key_and_its_case() -> None:
     assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     assert [name for name in RULES if f"| `{name}` |" not in text] == []
-    assert {limits.rule for limits in RANGES} - {""} <= set(RULES)
 
 
 def learnt() -> list[dict[str, Any]]:
     """A task learnt to its end: groups tie, entropy falls and the gradient vanishes."""
     rows = drift("reward", 0.2, 0.95, 20)
     return rows + [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
-
-
-def more_right(rows: list[dict[str, Any]], **more: float) -> list[dict[str, Any]]:
-    """The rows with more and more right answers."""
-    return [row | {ANSWER: 0.2 + 0.03 * n} | more for n, row in enumerate(rows)]
 
 
 ODD = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
@@ -177,10 +151,6 @@ SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
     "learnt, by its reward": (learnt(), {}),
     "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {}),
-    "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
-    "a length penalty that longer thinking pays": (
-        [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
-            more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
     "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
     "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
     "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
@@ -199,8 +169,6 @@ def test_what_is_no_fault(name: str) -> None:
 
 # ------------------------------------------------------------------------------------- causes and consequences
 
-CUT = {"completions/clipped_ratio": 0.9}
-OPEN = {"thinking/closed_ratio": 0.1}
 NONE = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
 PUBLISHED = {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0,
              ANSWER: 0.0}  # fmt: skip
@@ -209,11 +177,7 @@ CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
     "the published recipe: 128 tokens, -1 without </think>": (
         [TIED | PUBLISHED] * 6, ["truncation"], {"no_signal", "no_movement", "cold_start"}),
     "rewards that fail": ([NONE | {"rewards/failed_ratio": 1.0}] * 6, ["reward_failures"], set()),
-    "rewards of None": ([NONE] * 6, ["all_none"], set()),
-    "a limit leaves thinking open": (
-        [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
-    "open thinking reaches the limit": (
-        [WELL] * 6 + [WELL | OPEN] * 6 + [WELL | CUT | OPEN] * 9, ["never_closed"], set()),
+    "rewards of None": ([NONE] * 6, ["reward_failures"], set()),
     "a cause long past explains nothing": (
         [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5, ["reward_failures", "no_signal"], set()),
 }  # fmt: skip
@@ -225,23 +189,6 @@ def test_the_first_in_time_is_the_cause(name: str) -> None:
     rows, expected, explained = CAUSES[name]
     found = look(rows)
     assert [one.name for one in found] == expected and explained <= set(found[0].explains)
-
-
-def test_a_policy_that_became_one_wrong_answer_is_broken() -> None:
-    """SmolLM2 on sums at 1e-3: reward 0.81 at step 9, 0.13 at step 10, because it writes one wrong answer a prompt. Its
-    entropy was low before too, so nothing was reported but groups without a signal, with the advice to use other
-    prompts."""
-    rewards = [0.11, 0.05, 0.17, 0.16, 0.14, 0.30, 0.67, 0.69, 0.81, 0.13, 0.16, 0.14, 0.13, 0.17, 0.25]
-    entropies = [2.53, 2.14, 1.99, 1.57, 1.48, 1.19, 0.59, 0.30, 0.13, 0.11, 0.07, 0.13, 0.10, 0.26, 0.07]
-    tied = [0.5, 0.63, 0.38, 0.38, 0.38, 0.13, 0.13, 0.38, 0.63, 1.0, 0.88, 0.88, 1.0, 0.88, 1.0]
-    rows = [
-        WELL | {"reward": reward, "reward_std": math.sqrt(reward * (1 - reward)), "entropy": entropy,
-                "frac_reward_zero_std": share, "frac_score_zero_std": share}
-        for reward, entropy, share in zip(rewards, entropies, tied, strict=True)
-    ]  # fmt: skip
-    found = look(rows)
-    assert [(one.name, one.since) for one in found] == [("broken_policy", 10)] and found[0].step <= 12
-    assert "equal rewards" in found[0].found and "rloo.learning_rate" in found[0].fix
 
 
 # ------------------------------------------------------------------------------------------------ the watch
@@ -308,28 +255,3 @@ def test_what_stops_a_run_and_what_does_not() -> None:
     assert again.stopped_by == "no_signal"
     warned = HealthWatch(make_context({"no_signal": "warn"}), rows)
     assert warned.stopped_by is None
-
-
-# ------------------------------------------------------------------------------------------------ single metrics
-
-LEVELS = [("completions/clipped_ratio", 0.3, "healthy", ""), ("entropy", 0.05, "healthy", "")]
-LEVELS += [("completions/clipped_ratio", 0.31, "watch", "rloo.max_completion_length")]
-LEVELS += [("entropy", 5.0, "watch", "rloo.learning_rate"), ("entropy", 0.009, "alarming", "rloo.temperature")]
-LEVELS += [("clip_ratio/region_mean", 1e-9, "alarming", "exactly 1")]
-
-
-def test_levels_at_the_limits() -> None:
-    """A limit that includes its own value would call a healthy run alarming."""
-    for metric, value, level, key in LEVELS:
-        (found,) = judge_metrics([{metric: value}])
-        assert found.level == level and key in found.fix and bool(found.fix) == (level != "healthy")
-
-
-def test_means_are_over_the_last_rows_that_have_a_number() -> None:
-    """One odd step is not an alarm; a NaN, or a row of a reused rollout without the metric, must not count as 0."""
-    rows = [{"kl": 9.0}] * 5 + [{"kl": 0.1}] * (LAST_ROWS - 3) + [{"kl": math.nan}, {"kl": None}, {"loss": 0.0}]
-    (found,) = judge_metrics(rows)
-    assert (found.name, found.level) == ("kl", "healthy") and found.value == pytest.approx(0.1)
-    assert judge_metrics(rows, last=len(rows))[0].level == "alarming"
-    assert judge_metrics([]) == [] and judge_metrics([{"kl": True}]) == []
-    assert judge_metrics([{"clip_ratio/region_mean": 0.1}], on_policy=False) == [], "it is meant to be clipped"

@@ -1,6 +1,6 @@
 """A newcomer's whole path on a real language model and data of their own: every command once, three steps of training.
 
-`tests/tasks` checks what the kit says about ten kinds of tasks; this checks that the commands reach their end on a
+`tests/tasks` checks what the kit says about eight kinds of tasks; this checks that the commands reach their end on a
 model that the kit did not make.
 """
 

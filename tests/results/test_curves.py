@@ -46,7 +46,7 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
 
 def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
     """A reward that stays at 0 is what the reader has to see; other flat lines are named instead of drawn."""
-    finding = Finding("cold_start", "0 % right", "easier prompts", level="alarming", since=1, last=9)
+    finding = Finding("cold_start", "0 % right", "easier prompts", since=1, last=9)
     drawn, constant = choose_curves(rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0), [finding])
     assert [(one.title, one.found) for one in drawn] == [("Reward: answer_reward", {"cold_start": "cold start"})]
     assert constant == ["KL to the reference, nats 0"]
@@ -58,7 +58,7 @@ def test_every_reward_has_its_panel() -> None:
     """With two rewards, the sum hides which of them changed."""
     parts = {"rewards__a__mean": lambda step: step / 10, "rewards__b__mean": lambda step: 1 - step / 10}
     metrics = rows(9, reward=lambda step: 2 * step, **parts, frac_score_zero_std=lambda step: step / 10)
-    assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b"], "the signal is the curve of b"
+    assert titles(metrics) == ["Reward, weighted sum", "Reward: a", "Reward: b", "Groups with signal"]
 
 
 def test_the_curves_of_tools_are_there_with_tools() -> None:

@@ -1,4 +1,4 @@
-"""The report in headless Chromium: both colour schemes, wide and narrow, with mouse, keyboard and screen reader.
+"""The report in headless Chromium: both colour schemes, wide and narrow, for a mouse and a screen reader.
 Debian's `chromium` is looked up on the PATH; axe-core in the folder that AXE_CORE names, into which it was installed
 (`npm install axe-core`), or in node_modules/ of the checkout."""
 
@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[3] |= {"turns": turns, "tool_calls": 1, "tool_failures": 1, "cut_by": None}
     Rollouts(run.folder).append(rows)
     since = {"since": 16, "last": 30, "explains": ["no_signal"]}
-    finding = Finding("truncation", "90 % cut off", "raise it", level="alarming", cause="too short", **since)
+    finding = Finding("truncation", "90 % cut off", "raise it", cause="too short", **since)
     result = TrainResult(run.folder, run.folder / "adapter", 30, make_metrics(30), 75.4, findings=[finding])
     before = make_evaluation("before", 60, [make_sample(n, n % 2 == 0) for n in range(8)])
     after = make_evaluation("after", 20, [make_sample(n, n < 4, thinking=HOSTILE) for n in range(8)])
@@ -92,12 +91,6 @@ def choose(browser: Browser, place: str, label: str, value: str) -> None:
           return true; }} return false; }})()"""
     )
     assert found, label
-
-
-def open_rollout(browser: Browser) -> None:
-    """Open the first rollout that is listed."""
-    browser.run("document.querySelector('#rollout-browser .rollout > summary').click()")
-    browser.run("new Promise((done) => setTimeout(done, 50))")
 
 
 def test_the_page_opens_without_errors_or_requests(page: Browser, report: Path) -> None:
@@ -141,68 +134,38 @@ def violations(page: Browser) -> list[tuple[str, str, list[str]]]:
     return [(rule["id"], rule["impact"], [node["html"][:160] for node in rule["nodes"][:3]]) for rule in serious]
 
 
-def test_prompts_are_filtered_regressions_first(browser: Browser, report: Path) -> None:
-    """Prompts that broke are what a reader has to see first."""
-    browser.view(WIDE)
-    browser.open(report)
-    assert text_of(browser, "#prompt-browser article").startswith("broken")
-    choose(browser, "prompt-browser", "Show", "fixed")
-    assert text_of(browser, "#prompt-browser .count") == "2 of 2 prompts"
-    choose(browser, "prompt-browser", "Prompt contains", "nothing like it")
-    assert text_of(browser, "#prompt-browser .count") == "no prompts"
+def test_completions_are_filtered_and_opened(page: Browser) -> None:
+    """Prompts that broke are what a reader has to see first; then rollouts by group and by what is telling."""
 
+    def shown(place: str) -> str:
+        return text_of(page, f"#{place}-browser .count")
 
-def test_rollouts_are_browsed_by_group_and_by_what_is_telling(browser: Browser, report: Path) -> None:
-    browser.view(WIDE)
-    browser.open(report)
-    assert text_of(browser, "#rollout-browser .count") == "4 of 60 groups"
-    assert count(browser, "#rollout-browser article:first-child .rollout") == 4
-    choose(browser, "rollout-browser", "Step", "7")
-    assert text_of(browser, "#rollout-browser .count") == "2 of 2 groups"
-    choose(browser, "rollout-browser", "Show", "wrong")
-    assert text_of(browser, "#rollout-browser .count") == "4 of 4 rollouts"
-    choose(browser, "rollout-browser", "Step", "")
-    choose(browser, "rollout-browser", "Show", "truncated")
-    assert text_of(browser, "#rollout-browser .count") == "1 of 1 rollouts"
-    open_rollout(browser)
-    assert "<script>alerted=1</script>" in text_of(browser, "#rollout-browser .body")
-    choose(browser, "rollout-browser", "Show", "forced")
-    open_rollout(browser)
-    assert text_of(browser, "#rollout-browser mark") == "Time is up\n</think>"
+    def opened(kind: str) -> str:
+        """The first rollout of a kind, opened."""
+        choose(page, "rollout-browser", "Show", kind)
+        page.run("document.querySelector('#rollout-browser .rollout > summary').click()")
+        page.run("new Promise((done) => setTimeout(done, 50))")
+        return text_of(page, "#rollout-browser .body")
 
-
-def test_the_turns_of_an_episode_are_shown_in_order(page: Browser) -> None:
-    """What the model thought, called and got before its answer, as text: a tool may return markup, and a model may
-    write it as an argument."""
-    choose(page, "rollout-browser", "Show", "failed")
-    assert text_of(page, "#rollout-browser .count") == "1 of 1 rollouts"
-    open_rollout(page)
-    body = text_of(page, "#rollout-browser .body")
+    assert text_of(page, "#prompt-browser article").startswith("broken")
+    choose(page, "prompt-browser", "Show", "fixed")
+    assert shown("prompt") == "2 of 2 prompts"
+    choose(page, "prompt-browser", "Prompt contains", "nothing like it")
+    assert shown("prompt") == "no prompts"
+    assert shown("rollout") == "4 of 60 groups" and count(page, "#rollout-browser article:first-child .rollout") == 4
+    choose(page, "rollout-browser", "Step", "7")
+    assert shown("rollout") == "2 of 2 groups"
+    choose(page, "rollout-browser", "Show", "wrong")
+    assert shown("rollout") == "4 of 4 rollouts"
+    choose(page, "rollout-browser", "Step", "")
+    assert "<script>alerted=1</script>" in opened("truncated") and shown("rollout") == "1 of 1 rollouts"
+    opened("forced")
+    assert text_of(page, "#rollout-browser mark") == "Time is up\n</think>"
+    body = opened("failed")  # of an episode: a tool may return markup, and a model may write it as an argument
     parts = ["hm", 'call look_up(word="</pre><script>', "result </pre><script>", "sum 3", "tool calls: 1"]
     assert [body.index(part) for part in parts] == sorted(body.index(part) for part in parts)
-    assert page.run("globalThis.alerted === undefined") and page.messages == []
+    choose(page, "prompt-browser", "Show", "")
     choose(page, "prompt-browser", "Prompt contains", "1+1=")
     assert "call look_up" in text_of(page, "#prompt-browser .side:last-child")
     assert page.run("document.documentElement.scrollWidth") <= page.run("innerWidth")
-
-
-def test_the_keyboard_reaches_everything(browser: Browser, report: Path) -> None:
-    """Tab reaches every control, Enter opens a fold, and the focus is visible."""
-    browser.view(NARROW)
-    browser.open(report)
-    kinds: set[str] = set()
-    for _ in range(60):
-        browser.press("Tab", 9)
-        now: dict[str, Any] = browser.run(
-            """(() => { const at = document.activeElement, style = getComputedStyle(at);
-            return {tag: at.tagName, outline: style.outlineStyle, width: style.outlineWidth,
-                    box: at.getBoundingClientRect().width}; })()"""
-        )
-        if now["tag"] == "BODY":
-            break
-        kinds.add(now["tag"])
-        assert now["outline"] != "none" and now["width"] != "0px" and now["box"] > 0, now
-    assert {"SUMMARY", "SELECT", "INPUT", "BUTTON", "A"} <= kinds
-    browser.run("document.querySelector('#details summary').focus()")
-    browser.press("Enter", 13)
-    assert browser.run("document.querySelector('#details details').open") is True
+    assert page.run("globalThis.alerted === undefined") and page.messages == []

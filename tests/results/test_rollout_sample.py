@@ -11,7 +11,7 @@ import pytest
 
 from rloo_kit.results.changes import change_of, compare, find_changes, pair_means
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
-from rloo_kit.results.samples import EACH, ROOM, WHOLE, sample_rollouts
+from rloo_kit.results.samples import MOST_ROLLOUTS, ROOM, sample_rollouts
 from tests.evaluations import mean_of
 from tests.results.test_report import make_rollout, make_sample
 
@@ -23,34 +23,14 @@ def make_rows(steps: int, per_step: int, **changes: Any) -> Iterator[dict[str, A
 
 
 def test_a_large_run_is_sampled_by_the_rule() -> None:
-    """A small run is shown whole; else whole groups of the first, the last and evenly spaced steps, and the most
-    informative of the others: the one completion that ran away is the one that a reader looks for."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for row in make_rows(46, 200):
-            odd = row["step"] == 20 and row["group"] == 3
-            yield row | ({"truncated": True, "completion_tokens": 999, "advantage": 3.0} if odd else {})
-
+    """A small run is shown whole; else whole groups of the first, the last and evenly spaced steps."""
     small = sample_rollouts(make_rows(30, 8), 30)
     assert len(small.rows) == small.total == 240 and small.describe() == "All 240 rollouts."
-    found = sample_rollouts(rows(), 46)
-    whole = [row for row in found.rows if "whole" in row["marks"]]
-    groups = Counter((row["step"], row["group"]) for row in whole)
+    found = sample_rollouts(make_rows(46, 200), 46)
+    groups = Counter((row["step"], row["group"]) for row in found.rows)
     assert found.total == 9200 and set(groups.values()) == {K}
-    assert found.steps == [*range(1, 47, 5)] and len(whole) == WHOLE
-    assert WHOLE < len(found.rows) <= WHOLE + 5 * EACH
+    assert found.steps == [*range(1, 47, 5)] and len(found.rows) == MOST_ROLLOUTS
     assert "of 9,200 rollouts: whole groups from 10 steps" in found.describe()
-    telling = [row for row in found.rows if row["tokens"] == 999]
-    assert len(telling) == K and all("truncated" in row["marks"] for row in telling)
-
-
-def test_regressed_is_less_than_the_prompt_earned_before() -> None:
-    """A skill that was learnt and lost again does not show in a mean over other prompts."""
-    rewards = {1: [1.0, 1.0, 0.0, 1.0], 2: [1.0, 0.0, 0.0, 0.0], 3: [1.0, 0.0, 1.0, 0.0]}
-    rows = [make_rollout(step, n, prompt="p", reward=one) for step, of in rewards.items() for n, one in enumerate(of)]
-    found = sample_rollouts(rows, 3).rows
-    assert [("regressed" in row["marks"], row.get("was")) for row in found[4:8]] == [(False, 0.75)] + [(True, 0.75)] * 3
-    assert not any("regressed" in row["marks"] for row in [*found[:4], *found[8:]])
 
 
 def test_texts_are_cut_to_what_a_page_may_hold() -> None:
@@ -62,8 +42,9 @@ def test_texts_are_cut_to_what_a_page_may_hold() -> None:
     assert "characters left out" in found.rows[0]["thinking"][0][0]
 
 
-def test_the_turns_of_an_episode_are_cut_before_its_answer() -> None:
+def test_the_turns_of_an_episode_are_cut_before_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool returns up to 100,000 characters; the last turn, which is judged, stays whole."""
+    monkeypatch.setattr("rloo_kit.results.samples.ROOM", 40_000)
     call = {"function": {"name": "read", "arguments": {"path": "a b", "lines": [1, 2]}}}
     turns = [{"role": "assistant", "reasoning_content": "hm", "content": "I look", "tool_calls": [call, call]}]
     turns += [{"role": "tool", "name": "read", "content": content} for content in ("x" * 50_000, "")]
@@ -73,18 +54,16 @@ def test_the_turns_of_an_episode_are_cut_before_its_answer() -> None:
     assert [kind for kind, _ in row["steps"]] == kinds and row["calls"] == "2"
     texts = [text for _, text in row["steps"]]
     assert texts[:3] == ["[...]", "[...]", "[...]"] and "characters left out" in texts[4]
-    assert texts[5:] == ["(empty)", "go on"] and (row["thinking"], row["answer"]) == ([["sum 1", False]], "1")
-    assert "steps" not in plain and "calls" not in plain
+    assert texts[5:] == ["(empty)", "go on"] and (row["thinking"], row["answer"]) == ([("sum 1", False)], "1")
+    assert plain["steps"] == [] and "calls" not in plain
     (row,) = sample_rollouts([make_rollout(1, 1, turns=[turns[0], *turns[2:]])], 1).rows
     assert row["steps"][2] == ("call", 'read(path="a b", lines=[1, 2])')
 
 
-def test_damaged_rows_and_messages_are_no_trouble() -> None:
-    """Rows cut off by a full disk, and prompts that are messages, as TRL has them."""
-    messages = [{"role": "user", "content": "1+1="}]
-    rows = [{"step": 1}, {"step": "x"}, make_rollout(1, 0, rewards=None)]
-    rows.append(make_rollout(1, 1, reward=None, advantage=None))
-    said = [{"role": "assistant", "content": "2"}]
+def test_a_prompt_may_be_messages() -> None:
+    """As TRL has them; and a completion may have no score."""
+    messages, said = [{"role": "user", "content": "1+1="}], [{"role": "assistant", "content": "2"}]
+    rows = [make_rollout(1, 1, reward=None, advantage=None)]
     rows.append(make_rollout(1, 2, prompt=messages, completion=said, answer_start=None))
     found = sample_rollouts(rows, 1)
     assert found.total == 2 and found.prompts[1] == "user: 1+1=" and found.rows[1]["answer"] == "2"
@@ -95,7 +74,8 @@ def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evalua
     made = []
     for values in (old, new):
         measures = {"accuracy": mean_of(values), "greedy_accuracy": mean_of(values[::-1])}
-        one = Evaluation("", len(values), 1, 1.0, 64, measures, prompts_digest="x")
+        digests = [digest_prompt(f"{number}+1=") for number in range(len(values))]
+        one = Evaluation("", len(values), 1, 1.0, 64, measures, prompts_digest="x", prompt_digests=digests)
         kept = [make_sample(n, value == 1.0) for n, value in enumerate(values[:samples])]
         one.samples, one.more_samples = kept[:1], kept[1:]
         made.append(one)
@@ -110,7 +90,7 @@ def test_changes_are_counted_over_all_prompts_and_regressions_come_first() -> No
     assert [entry["kind"] for entry in found.prompts] == ["broken", "still wrong", "fixed", "still right"]
     assert found.prompts[0]["prompt"] == "3+1=" and found.prompts[0]["before"]["correct"] is True
     before, after = make_sides([0.0, 1.0], [1.0, 1.0], samples=1)
-    after.prompts_digest = "y"  # other prompts
+    after.prompts_digest, after.prompt_digests = "y", ["1", "2"]  # other prompts
     assert find_changes(before, after).counts == {} and find_changes(None, after).prompts[0]["kind"] == "right"
 
 
@@ -119,7 +99,9 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
     before, after = make_sides([0, 1], [1, 1], samples=2)
     for one in (before, after):
         one.num_prompts = 3
-        one.measures["accuracy"].per_prompt.insert(0, None)
+        for measured in one.measures.values():
+            measured.per_prompt.insert(0, None)
+        one.prompt_digests.insert(0, digest_prompt("9+1="))
         one.samples, one.more_samples = [make_sample(9, None)], [*one.samples, *one.more_samples]
     kinds = {entry["prompt"]: entry["kind"] for entry in find_changes(before, after).prompts}
     assert kinds == {"0+1=": "fixed", "1+1=": "still right", "9+1=": None}
@@ -128,7 +110,6 @@ def test_prompts_without_an_answer_are_in_no_kind() -> None:
 def test_prompts_of_nested_evaluations_are_counted_where_both_measured() -> None:
     """100 of the same 300 prompts: nothing was counted, because one digest stood for all of them."""
     before, after = make_sides([1, 0, 0, 1, 1, 0], [0, 1, 1], samples=6)
-    before.prompt_digests = [digest_prompt(f"{number}+1=") for number in range(6)]
     after.samples, after.more_samples = [], [make_sample(number, number > 3) for number in (3, 4, 2)]
     after.prompts_digest, after.prompt_digests = "y", [digest_prompt(f"{number}+1=") for number in (3, 4, 2)]
     found = find_changes(before, after)

@@ -81,17 +81,6 @@ def test_a_healthy_run_is_exit_code_0(make_run: Callable[..., Path], monkeypatch
     assert "A step takes 12.3 s: rollout 9.1 s (74 %), rewards 0.3 s (2 %)," in " ".join(map(str.strip, lines))
 
 
-def test_each_sign_is_judged_with_its_key(make_run: Callable[..., Path]) -> None:
-    """A level without the key to change leaves an agent guessing among sixty."""
-    tied = {"frac_score_zero_std": 1.0, "reward_std": 0.0, "reward": -1.0}
-    cut, key = {"completions/clipped_ratio": 0.5}, "rloo.max_completion_length"
-    for changes, level, words in ((cut, "watch", key), (tied, "alarming", "every advantage is zero")):
-        folder = make_run(make_rows(**changes), overrides=(f"run.name={level}",))
-        code, found = call_json(folder)
-        assert (code, found["level"]) == (int(level == "alarming"), level) and words in found["actions"][0], found
-        assert words in " ".join(call(folder)[1].split()), "the terminal says the same"
-
-
 def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., Path]) -> None:
     """A run that found its signal after ten tied steps is fine now."""
     rows = make_rows(10, frac_score_zero_std=1.0, reward_std=0.0)
@@ -104,6 +93,7 @@ def test_what_was_wrong_only_at_the_start_is_forgotten(make_run: Callable[..., P
     code, found = call_json(make_run(rows[:10], "finished", ("run.name=again",)))
     (one,) = found["health"]
     assert (code, one["rule"], one["since"], one["holds"]) == (1, "no_signal", 1, True)
+    assert found["level"] == "alarming" and "data.source" in found["actions"][0]
     assert found["verdict"]["kind"] == "no signal"
 
 
@@ -142,8 +132,6 @@ def test_thinking_and_answer_are_parted_where_the_row_says(make_run: Callable[..
     shown = [(one["thinking"], one["answer"]) for one in found["completions"]]
     expected = [("one", "2"), ("says </think> but goes on", None), ("two</think>and", "2"), (None, "just 2")]
     assert code == 0 and shown == expected
-    assert found["closed_share"] == 0.25, "as thinking/closed_ratio: a forced close does not count"
-    assert (found["truncated_share"], found["forced_share"]) == (0.25, 0.25)
     assert [one["forced"] for one in found["completions"]] == [False, False, True, False]
     printed = call(folder, "--completions", "9")[1]
     assert "closed by the budget" in printed and "<|im_start|>" not in printed and "right answer 9" in printed
@@ -264,21 +252,14 @@ def test_runs_that_are_judged_differently_are_not_ranked(make_run: Callable[...,
     assert "reward before" in " ".join(call(a, c)[1].split())
 
 
-def test_runs_with_other_inputs_are_not_ranked_by_them(make_run: Callable[..., Path]) -> None:
-    """A reward of one name that paid more after an edit was "ahead: reward +0.50", and corrected answers cost a run its
-    accuracy."""
+def test_runs_with_an_edited_reward_are_not_ranked_by_it(make_run: Callable[..., Path]) -> None:
+    """A reward of one name that paid more after an edit was "ahead: reward +0.50"."""
     a, b = make_run(make_rows()), make_run(make_rows(), "finished", ("run.name=b",))
     for run, right in ((a, 10), (b, 90)):
         measures = {"reward": measure(right), "rewards/exact": measure(98)}
-        write_evaluation(run, 10, judged_by="exact match", measures=measures)
-    for key in ("own.py", "reward score, keywords"):  # as `read_sources` names them
-        for run, source in ((a, "1"), (b, "2")):
-            inputs = {key: source, "column answer of the held-out prompts": "x"}
-            (run / "inputs.json").write_text(json.dumps(inputs))
-        sentence = call_json(a, b)[1]["sentence"]
-        assert "ahead" not in sentence and "(exact match, as their rewards differ)" in sentence
-    (b / "inputs.json").write_text(json.dumps(inputs | {key: "1", "column answer of the held-out prompts": "y"}))
-    assert "differently (column answer of the held-out prompts)" in call_json(a, b)[1]["sentence"]
+        write_evaluation(run, 10, judged_by="exact match", measures=measures, sources=f"digest {right}")
+    sentence = call_json(a, b)[1]["sentence"]
+    assert "ahead" not in sentence and "without the rewards, which were edited" in sentence
 
 
 # ---------------------------------------------------------------------------------------------- their page

@@ -58,8 +58,8 @@ def result(run: RunConfig, *findings: Finding, **changes: Any) -> TrainResult:
     return replace(made, **changes)
 
 
-def finding(rule: str, level: str = "alarming", last: int = 30) -> Finding:
-    return Finding(rule, "what it saw", "change rloo.key", level=level, since=3, last=last, cause="why")
+def finding(rule: str, last: int = 30) -> Finding:
+    return Finding(rule, "what it saw", "change rloo.key", since=3, last=last, cause="why")
 
 
 def test_a_run_that_learnt_says_by_how_much(run: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
+"""Eight kinds of tasks: rows of data, rewards, and what the verdict on a short run has to be."""
 
 import json
 import random
@@ -29,14 +29,6 @@ def number(text):
 '''
 
 
-def right(expected: str) -> str:
-    """The source of a reward `right`: 1.0 if the completion's last number equals the expression `expected`."""
-    return f"""
-def right(completions, answer, **_):
-    return [1.0 if number(text) == {expected} else 0.0 for text, answer in zip(completions, answer)]
-"""
-
-
 @dataclass(frozen=True)
 class Task:
     """One kind of task.
@@ -63,16 +55,50 @@ class Task:
     steps: int = STEPS
     greedy: bool = False
 
+    def write(self, folder: Path) -> Path:
+        """Write the task's data, rewards and config into `folder`; returns the config."""
+        rng = random.Random(f"{self.name}-toy")
+        pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], ROWS)
+        rows = [
+            {"prompt": f"{a}+{b}="} | ({} if self.answer is None else {"answer": self.answer(a, b)}) for a, b in pairs
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+        (folder / "rewards.py").write_text(HELPER + textwrap.dedent(self.source), encoding="utf-8")
+        rloo = {"max_steps": self.steps, "learning_rate": 5e-3, "max_completion_length": 28}
+        evaluation = {"batch_size": 120, "every_steps": 3, "every_prompts": 40}
+        values = {
+            "model": {"name": "embedded/thinking", "max_seq_length": 128},
+            "data": {"test_size": 120, "max_prompt_length": 64, "source": str(folder / "rows.jsonl")},
+            "rewards": [dict(entry) for entry in self.rewards],
+            "rloo": rloo | {"num_generations": 4, "per_device_train_batch_size": 32},
+            "eval": evaluation | {"greedy": self.greedy, "num_completions": 4, "save_best": False},
+            "run": {"name": self.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
+            | {"sample_every_steps": 0},
+        }
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        return path
+
 
 def literal(a: int, b: int) -> str:
     """The sum as text."""
     return str(a + b)
 
 
-RIGHT = ({"name": "rewards.py:right"},)
 TASKS = (
     Task("literal", literal, "", ({"name": "answer_reward"},), 0, 1, leads="accuracy", greedy=True),
-    Task("json", lambda a, b: {"sum": a + b, "terms": [a, b]}, right('answer["sum"]'), RIGHT, 0, 1),
+    Task(
+        "json",
+        lambda a, b: {"sum": a + b, "terms": [a, b]},
+        """
+def right(completions, answer, **_):
+    return [1.0 if number(text) == answer["sum"] else 0.0 for text, answer in zip(completions, answer)]
+""",
+        ({"name": "rewards.py:right"},),
+        0,
+        1,
+    ),
     Task(
         "penalty",
         literal,
@@ -90,6 +116,40 @@ def penalty(completions, answer, **_):
         0,
         greedy=True,
     ),
+    Task(
+        "several",
+        literal,
+        """
+def has_work(completions, **_):
+    \"\"\"1.0 if a line with a sum comes before the last one.\"\"\"
+    return [1.0 if "=" in text else 0.0 for text in completions]
+
+
+def length(completions, **_):
+    return [-min(size(text), 100) / 100 for text in completions]
+""",
+        (
+            {"name": "answer_reward"},
+            {"name": "rewards.py:has_work", "weight": 0.3},
+            {"name": "rewards.py:length", "weight": 0.1},
+        ),
+        -0.1,
+        1.3,
+        leads="accuracy",
+    ),
+    Task(
+        "no_answers",
+        None,
+        """
+def long(completions, **_):
+    return [min(size(text), 40) / 40 for text in completions]
+""",
+        ({"name": "rewards.py:long"},),
+        0,
+        1,
+        steps=8,
+        greedy=True,
+    ),
     Task(  # a newcomer's: no answer is ever right, the form is paid for, and the completions are cut off
         "newcomer",
         lambda a, b: str(a + b + 1000),
@@ -105,15 +165,6 @@ def long(completions, **_):
         advice=("rloo.max_completion_length", "easier prompts"),
         steps=14,
         greedy=True,
-    ),
-    Task(
-        "thinking",
-        None,
-        "",
-        ({"name": "thinking_reward"},),
-        -1,
-        1.1,
-        steps=22,  # long enough for the moving means of the curves
     ),
     Task(
         "solved",
@@ -142,28 +193,3 @@ def zebra(completions, **_):
         advice=("solved sometimes", "graded reward"),
     ),
 )  # fmt: skip
-BY_NAME = {task.name: task for task in TASKS}
-
-
-def write_task(task: Task, folder: Path) -> Path:
-    """Write the task's data, rewards and config into `folder`; returns the config."""
-    rng = random.Random(f"{task.name}-toy")
-    pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], ROWS)
-    rows = [{"prompt": f"{a}+{b}="} | ({} if task.answer is None else {"answer": task.answer(a, b)}) for a, b in pairs]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    (folder / "rewards.py").write_text(HELPER + textwrap.dedent(task.source), encoding="utf-8")
-    rloo = {"max_steps": task.steps, "learning_rate": 5e-3, "max_completion_length": 28}
-    evaluation = {"batch_size": 120, "every_steps": 3, "every_prompts": 40}
-    values = {
-        "model": {"name": "embedded/thinking", "max_seq_length": 128},
-        "data": {"test_size": 120, "max_prompt_length": 64, "source": str(folder / "rows.jsonl")},
-        "rewards": [dict(entry) for entry in task.rewards],
-        "rloo": rloo | {"num_generations": 4, "per_device_train_batch_size": 32},
-        "eval": evaluation | {"greedy": task.greedy, "num_completions": 4, "save_best": False},
-        "run": {"name": task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
-        | {"sample_every_steps": 0},
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    return path

@@ -112,7 +112,7 @@
   const has = (row, mark) => row.marks.includes(mark);
 
   function drawRollout(row, withPrompt) {
-    const marks = [has(row, "wrong") && badge("wrong", "bad"), has(row, "regressed") && badge("regressed", "bad"),
+    const marks = [has(row, "wrong") && badge("wrong", "bad"),
       has(row, "truncated") && badge("truncated", "warn"), has(row, "forced") && badge("forced", "warn"),
       has(row, "failed") && badge("tool failed", "warn")].filter(Boolean);
     const summary = make("summary", {},
@@ -125,7 +125,6 @@
       ...rewards.map((name, place) => `${name} ${row.rewards[place] === null ? "–" : number(row.rewards[place], 3)}`)];
     if (row.thinking_tokens !== undefined) facts.push(`${row.thinking_tokens} of ${row.tokens} tokens are thinking`);
     if (row.calls !== undefined) facts.push(`tool calls: ${row.calls}`);
-    if (row.was !== undefined) facts.push(`the prompt's previous mean reward: ${number(row.was, 2)}`);
     const body = make("div", { class: "body" });
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened
@@ -149,7 +148,7 @@
 
   const place = document.getElementById("rollout-browser");
   if (place && rows.length) {
-    const FILTERS = { wrong: "wrong answers", regressed: "regressed: less than the prompt earned before", truncated: "truncated", forced: "closed by the budget", failed: "a tool failed" };
+    const FILTERS = { wrong: "wrong answers", truncated: "truncated", forced: "closed by the budget", failed: "a tool failed" };
     const found = Object.entries(FILTERS).filter(([mark]) => rows.some((row) => has(row, mark)));
     const options = [["groups", "by step and group"], ...found.map(([mark, text]) => [mark, `${text} (${rows.filter((row) => has(row, mark)).length})`]),
       ["best", "highest advantage"], ["longest", "longest"]];
@@ -159,7 +158,7 @@
       let chosen = rows.filter((row) => (stepped.value() === "" || row.step === Number(stepped.value())) && (!text || prompts[row.prompt].toLowerCase().includes(text)));
       if (kind === "groups") {
         const groups = new Map();
-        for (const row of chosen) if (has(row, "whole")) {
+        for (const row of chosen) {
           const name = `${row.step} ${row.group}`;
           if (!groups.has(name)) groups.set(name, []);
           groups.get(name).push(row);
