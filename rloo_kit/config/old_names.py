@@ -6,9 +6,9 @@ Each is renamed, converted, dropped with a warning (no effect) or refused with t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from rloo_kit.config.checks import usual_batch
+from rloo_kit.config.checks import HealthRule, usual_batch
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.processes import count_processes
 
@@ -113,7 +113,6 @@ _FILE_NAMES: dict[str, OldName] = {
 }
 
 
-
 @dataclass(frozen=True)
 class Gone:
     """A key that a file no longer has: its last default, and what to do in place of another value."""
@@ -124,7 +123,12 @@ class Gone:
 
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
-    "run.num_samples": Gone(2, "a table of samples has two completions"),
+    "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
+    **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
+    "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),
+    "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
+    "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),
+    "run.max_skipped_steps": Gone(3, "three steps in a row with NaN or infinity stop a run"),
 }
 
 
