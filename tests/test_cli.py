@@ -193,10 +193,10 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
 def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
     """With health.stop a job must end as a failure, or the batch that started it goes on."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
-    words = ["rewards.0.name=flat:reward", "health.stop=[no_signal]", "rloo.max_steps=5"]
+    words = ["rewards.0.name=flat:reward", "health.stop=[no_signal]", "rloo.max_steps=6"]
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
     keys = ("health.stop=[no_signal]", "rloo.max_completion_length (currently 4)", "--resume")
-    assert code == 2 and "step 5 of 5" in errors and all(key in errors for key in keys)
+    assert code == 2 and "step 5 of 6" in errors and all(key in errors for key in keys)
 
 
 def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):

@@ -123,6 +123,8 @@ class Gone:
 
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
+    "data.too_long": Gone("drop", "longer prompts are left out, and a printed line has their number"),
+    "data.seed": Gone(0, "the split is the same in all runs, and run.seed orders the prompts"),
     "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
     **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
     "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),

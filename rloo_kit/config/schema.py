@@ -189,10 +189,10 @@ class DataSection(Section):
         0.1, "held-out prompts: a count, or a share below 1; if read separately, a count, below 1 all", ge=0
     )
     max_prompt_length: Count = key(
-        512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
+        512,
+        "tokens of a prompt, template included; longer ones are left out",
+        follows="a quarter of model.max_seq_length",
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "drop or refuse longer prompts")
-    seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property
     def all_sources(self) -> list[str]:

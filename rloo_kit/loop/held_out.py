@@ -110,7 +110,7 @@ class Evaluations(TrainerCallback):
         alone |= {"thinking_budgets": [], "num_completions": 0}
         self.run, self.policy = run.model_copy(update={"eval": run.eval.model_copy(update=alone)}), policy
         self.run_dir, self.interrupts = run_dir, interrupts
-        drawn = random.Random(f"eval-{run.data.seed}").sample(range(len(test)), min(run.eval.every_prompts, len(test)))
+        drawn = random.Random("eval-0").sample(range(len(test)), min(run.eval.every_prompts, len(test)))
         self.prompts = test.select(sorted(drawn))  # the same in all evaluations
         self.rewards = HeldOutRewards(run, rewards)
         self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), rewards)

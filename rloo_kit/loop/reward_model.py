@@ -24,7 +24,7 @@ from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraS
 from rloo_kit.config.supervised import RewardModelSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
-from rloo_kit.data.load import draw_subset, read_part, render_row
+from rloo_kit.data.load import SEED, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns, Part
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
@@ -129,7 +129,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
     columns = Columns(section.prompt_column or run.data.prompt_column, section.chosen_column, prefix="reward_model.")
     keys: dict[str, Any] = {"key": "reward_model.source", "split_key": "reward_model.split"}
     source = read_part(run, Part(section.source, columns, section.subset, section.split, **keys), thinking=True)
-    source = draw_subset(source, section.num_pairs, run.data.seed)
+    source = draw_subset(source, section.num_pairs)
     there = [columns.prompt, *([columns.answer] if source.answers else []), *source.other_names]
     for key, name in (("chosen_column", section.chosen_column), ("rejected_column", section.rejected_column)):
         if name not in there:
@@ -157,7 +157,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
             groups[prompt_identity(prompt)].append(pair)
     notes = [f"{count} of {len(source)} pairs, {why}, are left out" for why, count in left_out.most_common()]
     size, prompts = section.test_size, list(groups)
-    random.Random(f"pairs-{run.data.seed}").shuffle(prompts)
+    random.Random(f"pairs-{SEED}").shuffle(prompts)
     wanted = int(size) if size >= 1 else max(round(size * len(prompts)), 1)
     if wanted >= len(prompts):
         raise DataError(

@@ -155,7 +155,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     """`parse_yaml_file` hands 1e-1 over as text, and true was a count of 1."""
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
-    for wrong in ({"num_iterations": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
+    for wrong in ({"tokens_per_pass": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
         (name,) = wrong
         with pytest.raises(ConfigError, match=f"^{name}: is .*; input should be .*"):
             RLOOConfig(str(tmp_path), **wrong)
