@@ -81,7 +81,6 @@ class LoraSection(Section):
     prefix: ClassVar[str] = "model.lora."
     r: Count = key(16, "rank")
     alpha: float = key(16, "scale: the update is multiplied by alpha / r", gt=0)
-    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
     target_modules: list[str] | None = key(
         None, "layers with an adapter; null: all linear layers of the blocks", min_length=1
     )
@@ -113,8 +112,6 @@ class ModelSection(Section):
         False, "recompute activations to save memory; unsloth also offloads them"
     )
     lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
-    vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
-    build_seed: int = key(0, "embedded models only: seed of the cold start", ge=0, lt=2**32)
 
     @property
     def is_embedded(self) -> bool:

@@ -205,9 +205,7 @@ def load_classifier(run: RunConfig, source: ModelSource, lora: LoraSection | Non
     if lora is None:
         return model
     targets, scale = choose_targets(model, lora.target_modules), {"r": lora.r, "lora_alpha": lora.alpha}
-    model = peft.get_peft_model(
-        model, peft.LoraConfig("SEQ_CLS", target_modules=targets, lora_dropout=lora.dropout, **scale)
-    )
+    model = peft.get_peft_model(model, peft.LoraConfig("SEQ_CLS", target_modules=targets, **scale))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # the head too: small updates are lost in 16 bits

@@ -156,7 +156,7 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
         with_weights += [
             f"{name}={write_value(value)}"
             for name, (_, value) in changed.items()
-            if not name.startswith(("model.name", "model.adapter", "model.build_seed", "model.vocabulary", "sft."))
+            if not name.startswith(("model.name", "model.adapter", "sft."))
         ]
     return shlex.join(["rloo-kit", "train", str(source), *with_weights])
 

@@ -382,7 +382,7 @@ def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message
     (row,) = load_data(run, tiny_tokenizer, rows=given).train.to_list()
     assert (row["question"], row["user_message"], row["answer"]) == ("Where from?", ASKED, "Norway")
     assert prepare_data(run, tiny_tokenizer, given).train.row(0) == row, "cheap checks and rewards see the same row"
-    form = ToolFormat(embedded_tokenizer("untaught", "compact"))
+    form = ToolFormat(embedded_tokenizer("untaught"))
     shown = form.observe(row, " (1 of 2)")
     assert shown == row["prompt"].replace(ASKED, f"{ASKED} (1 of 2)") and PASSAGE in shown
     seen = []
