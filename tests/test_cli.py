@@ -20,7 +20,6 @@ model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj]}}, max_
 data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
 rewards: [{{name: length_reward}}]
 rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 4, beta: 0.0}}
-eval: {{num_completions: 1}}
 """
 
 

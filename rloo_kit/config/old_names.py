@@ -125,6 +125,10 @@ class Gone:
 GONE_KEYS: dict[str, Gone] = {
     "data.too_long": Gone("drop", "longer prompts are left out, and a printed line has their number"),
     "data.seed": Gone(0, "the split is the same in all runs, and run.seed orders the prompts"),
+    "rollout.vllm.max_num_seqs": Gone(None, "set rollout.rows={value}"),
+    "eval.answer_budget": Gone(32, "a forced answer has rloo.answer_budget tokens, else 32"),
+    "eval.num_completions": Gone(10, "ten completions are shown, and the report has all"),
+    "eval.save_best": Gone(True, "checkpoints/ has the last weights, adapter/ those of the best evaluation"),
     "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
     **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
     "model.vocabulary": Gone("compact", "an embedded model has one vocabulary"),

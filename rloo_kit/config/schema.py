@@ -451,7 +451,6 @@ class VllmSection(Section):
         None, "share of GPU memory for vLLM while it samples, weights included; null: by the memory plan", gt=0, lt=1
     )
     float8_kv_cache: bool = key(False, "8-bit KV cache; compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -516,10 +515,12 @@ class EvalSection(Section):
     pass_at_k: list[Count] = key([], "report pass@k for these k")
     max_completion_length: Count | None = key(None, "null: rloo.max_completion_length")
     batch_size: Count = key(128, "completions generated at once")
-    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after these tokens")
-    answer_budget: Count = key(32, "tokens left for the answer after a forced close")
-    num_completions: int = key(10, "completions to show; the report keeps more (0: none)", ge=0)
-    every_steps: int = key(0, "steps between evaluations during training; 0: none", ge=0)
+    thinking_budgets: list[Count] = key(
+        [], "also measure accuracy with thinking closed after these tokens, and rloo.answer_budget (else 32) after it"
+    )
+    every_steps: int = key(
+        0, "steps between evaluations during training, whose best weights are kept as adapter/; 0: none", ge=0
+    )
     every_prompts: Count = key(64, "prompts of an evaluation during training, the same each time")
     judge: JudgeSection | None = key(None, "measure the win rate, before and after training; see below")
     measure: str = key(
@@ -527,17 +528,12 @@ class EvalSection(Section):
         "reward compares answers, else reward",
         min_length=1,
     )  # fmt: skip
-    save_best: bool = key(True, "keep the weights of the best evaluation in best/, and as adapter/ at the end")
     patience: Count | None = key(None, "stop after so many evaluations in a row without a new best; null: never")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
             raise ValueError(f"patience is {self.patience}, but eval.every_steps is 0; raise it, or eval.patience=null")
-        if self.judge is not None and not self.num_completions:
-            raise ValueError(
-                "judge is set, but num_completions is 0, and it reads what is kept; eval.num_completions=10"
-            )
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "
