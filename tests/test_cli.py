@@ -240,10 +240,10 @@ def test_supervised_training_to_the_end_and_on_with_rloo(config_file, tmp_path):
     """Each figure that is decided by, in the order of the work, and a last line that can be pasted."""
     rows = [{"prompt": f"add {n}", "answer": str(n), "completion": f"{n}</think>\n\n{n}"} for n in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sft = ("sft", config_file, "sft.max_steps=1", "sft.signal_prompts=2")
+    sft = ("sft", config_file, "sft.max_steps=1")
     code, out, err = call(*sft)
     assert code == 0, err
-    order = [out.index(part) for part in ("data: ", "sft: ", "sft step 1/1", "signal: of 2 training prompts", "next: ")]
+    order = [out.index(part) for part in ("data: ", "sft: ", "sft step 1/1", "signal: of 8 training prompts", "next: ")]
     assert order == sorted(order) and "after supervised training: " in out
     folder = tmp_path / "outputs" / "tiny-sft"
     assert {path.name for path in folder.iterdir()} >= {"before.json", "after.json", "adapter", "status.json"}

@@ -123,6 +123,11 @@ class Gone:
 
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
+    **{f"data.{place}curriculum_level": Gone(None, "set its values in options") for place in ("", "sources.")},
+    "sft.signal_prompts": Gone(64, "the first 64 training prompts are sampled afterwards"),
+    "sft.warmup_steps": Gone(0.05, "the learning rate rises over a twentieth of the run"),
+    "sft.max_length": Gone(None, "rows of more than model.max_seq_length tokens are left out"),
+    "reward_model.max_length": Gone(None, "pairs of more than model.max_seq_length tokens are left out"),
     "data.too_long": Gone("drop", "longer prompts are left out, and a printed line has their number"),
     "data.seed": Gone(0, "the split is the same in all runs, and run.seed orders the prompts"),
     "rollout.vllm.max_num_seqs": Gone(None, "set rollout.rows={value}"),

@@ -143,8 +143,7 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, JsonValue] | None = key(None, "null, without curriculum_level: data.options")
-    curriculum_level: int | None = key(None, "null, without options: data.curriculum_level", ge=0)
+    options: dict[str, JsonValue] | None = key(None, "null: data.options")
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
@@ -174,10 +173,6 @@ class DataSection(Section):
         None, "the gold answer is the text after the last such marker, such as ####", min_length=1
     )
     options: dict[str, JsonValue] | None = key(None, "reasoning_gym only: the task's options, such as {min_terms: 2}")
-    curriculum_level: int | None = key(
-        None, "reasoning_gym only: level of the curriculum, 0 the easiest; null: the library's defaults",
-        ge=0,
-    )  # fmt: skip
     system_prompt: str | None = key(None, "system message of every prompt that has none")
     num_prompts: Count | None = key(
         None, "most prompts to read, held-out ones included unless read separately; null: all"

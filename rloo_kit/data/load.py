@@ -164,7 +164,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
-    asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
+    asked = section if settings.options is None else settings
     return Part(
         source=source,
         columns=Columns(
@@ -179,7 +179,6 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         key=f"{prefix}source",
         split_key=f"{prefix}split",
         options=asked.options,
-        level=asked.curriculum_level,
         options_key="data.options" if asked is section else f"{prefix}options",
         count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
         count_key="data.num_prompts" if section.num_prompts and entry is None else "",
@@ -223,7 +222,7 @@ def _read_test(run: RunConfig) -> DataSource:
         number=0,
     )
     if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
-        part = replace(part, options=None, level=None, options_key=key)
+        part = replace(part, options=None, options_key=key)
     return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
 
 
@@ -246,8 +245,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
         if is_gym(part.source):
-            level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
-            details = [level, json.dumps(entry.options) if entry.options else None]
+            details = [json.dumps(entry.options) if entry.options else None]
         is_named_again = section.all_sources.count(part.source) > 1
         labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))

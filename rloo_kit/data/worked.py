@@ -91,7 +91,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     excluded = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
     examples, unclosed = [], []
-    limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
+    limit, end = run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
         turns = writer.read_turns(value, f"{where}: {run.sft.completion_column}")
@@ -114,7 +114,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             continue
         example = Example(tokenizer(prompt)["input_ids"], *written)
         if len(example.prompt_ids) + len(example.completion_ids) > limit:
-            left_out[f"of more than {limit} tokens (sft.max_length)"] += 1
+            left_out[f"of more than {limit} tokens (model.max_seq_length)"] += 1
             continue
         examples.append(example)
     if unclosed:

@@ -136,7 +136,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
             problem = f"{source.name} has no column '{name}'; columns found: {', '.join(there)}"
             raise DataError(f"{problem}. Name the right one in reward_model.{key}")
     (family, thinking), form = family_of(run, tokenizer), TextForm(tokenizer, ends=True)
-    limit, left_out = section.max_length or run.model.max_seq_length, Counter[str]()
+    limit, left_out = run.model.max_seq_length, Counter[str]()
     groups = defaultdict[str, list[Pair]](list)
     for row, both in enumerate(zip(source.answers or [], source.column(section.rejected_column), strict=True)):
         read = [_read_answer(value, source.where(row), tokenizer.eos_token, thinking) for value in both]
@@ -149,7 +149,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
             "whose answers follow different prompts": asked != other,
             "with an empty answer": not (chosen and rejected),
             "with equal answers": chosen == rejected,
-            f"of more than {limit} tokens (reward_model.max_length)": max(map(len, pair.ids)) > limit,
+            f"of more than {limit} tokens (model.max_seq_length)": max(map(len, pair.ids)) > limit,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):
             left_out[reason] += 1
