@@ -51,7 +51,6 @@ WRONG = {
     "rloo={max_steps: 1, token_mean: batch, steps_per_generation: 2, gradient_accumulation_steps: 4}": "not a multiple "
     "of rloo.gradient_accumulation_steps (4)|set rloo.steps_per_generation=null",
     "rloo.baseline=none|rollout.resample_rounds=1": "rollout.resample_rounds=0, or rloo.baseline=group_mean",
-    "rloo.kl_coef=-0.1": "override rloo.kl_coef=-0.1: rloo.beta: is -0.1|greater than or equal to 0",
     # sampled from one distribution, scored under another
     "rloo.top_p=0.9": "rloo.top_p is 0.9|Set rloo.top_p=1.0|rloo.temperature",
     # what has to hold together
@@ -60,8 +59,6 @@ WRONG = {
     # vLLM: what it cannot sample
     "rollout.engine=vllm|model.lora=null": "model.lora is null|rollout.engine=auto|set model.lora={r: 16}",
     "rollout.engine=vllm|model.lora.r=1024": "model.lora.r is 1024|rank 512|set model.lora.r=512",
-    "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0.01 to 2|set rloo.temperature=2 or lower, or "
-    "rollout.engine=auto",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",
     "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
@@ -153,8 +150,6 @@ def test_what_vllm_samples_is_taken(path: Path) -> None:
     budgets = "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 32, answer_budget: 16, temperature: 2}"
     run = load_config(path, "rollout.engine=vllm", budgets, "rollout.vllm.float8_kv_cache=true", "eval.temperature=2")
     assert run.rollout.vllm.float8_kv_cache and run.rloo.thinking_budget == 32
-    for engine in ("auto", "native", "generate"):  # these sample at any temperature, and auto does not take vLLM there
-        assert load_config(path, f"rollout.engine={engine}", "rloo.temperature=2.5", "model.lora=null")
 
 
 def test_all_faults_at_once_each_with_its_line(path: Path) -> None:

@@ -41,10 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bound": ({"missing_eos_penalty": -1.0}, "^missing_eos_penalty: is -1.0; input should be greater than 0"),
     "a group": ({"num_generations": 3}, "groups of 3 .num_generations"),
     "no siblings": ({"num_generations": 1}, "num_generations is 1; set it to 2 or more"),
-    "a batch": ({"generation_batch_size": 12}, r"generation_batch_size is 12; set it to a multiple of 8 .* and of 2"),
-    "an evaluation": (
-        {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
-        r"batches of 3 completions \(per_device_eval_batch_size\) x 1 process = 3, which .* whole groups of 2"),
     # At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
     # distribution all completions of a group are equal.
     "no temperature": ({"temperature": 0.0}, "^temperature:? is 0.0"),
