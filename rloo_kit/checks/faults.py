@@ -169,7 +169,7 @@ def load_tokenizer(run: RunConfig) -> Any | None:
     if run.model.is_embedded:
         from rloo_kit.models.cold_start import build_tokenizer
 
-        return build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX), run.model.vocabulary)
+        return build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX))
     from rloo_kit.models.source import find_source
 
     with suppress(OSError, ValueError, BackendError):

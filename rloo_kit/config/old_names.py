@@ -6,9 +6,9 @@ Each is renamed, converted, dropped with a warning (no effect) or refused with t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from rloo_kit.config.checks import usual_batch
+from rloo_kit.config.checks import HealthRule, usual_batch
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.processes import count_processes
 
@@ -110,6 +110,40 @@ _FILE_NAMES: dict[str, OldName] = {
     "health.nothing_learnt": OldName(
         str, None, "the verdict says whether a run learnt, and eval.patience stops one that does not"
     ),
+}
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that a file no longer has: its last default, and what to do in place of another value."""
+
+    default: Any
+    instead: str
+
+
+# By dotted key; one in the items of a list is named without their number.
+GONE_KEYS: dict[str, Gone] = {
+    **{f"data.{place}curriculum_level": Gone(None, "set its values in options") for place in ("", "sources.")},
+    "sft.signal_prompts": Gone(64, "the first 64 training prompts are sampled afterwards"),
+    "sft.warmup_steps": Gone(0.05, "the learning rate rises over a twentieth of the run"),
+    "sft.max_length": Gone(None, "rows of more than model.max_seq_length tokens are left out"),
+    "reward_model.max_length": Gone(None, "pairs of more than model.max_seq_length tokens are left out"),
+    "data.too_long": Gone("drop", "longer prompts are left out, and a printed line has their number"),
+    "data.seed": Gone(0, "the split is the same in all runs, and run.seed orders the prompts"),
+    "rollout.vllm.max_num_seqs": Gone(None, "set rollout.rows={value}"),
+    "eval.answer_budget": Gone(32, "a forced answer has rloo.answer_budget tokens, else 32"),
+    "eval.num_completions": Gone(10, "ten completions are shown, and the report has all"),
+    "eval.save_best": Gone(True, "checkpoints/ has the last weights, adapter/ those of the best evaluation"),
+    "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
+    **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
+    "model.vocabulary": Gone("compact", "an embedded model has one vocabulary"),
+    "model.build_seed": Gone(0, "an embedded model is always built from the same seed"),
+    "model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
+    "reward_model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
+    "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),
+    "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
+    "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),
+    "run.max_skipped_steps": Gone(3, "three steps in a row with NaN or infinity stop a run"),
 }
 
 
@@ -221,10 +255,43 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
     values[name] = value
 
 
+def explain_gone(argument: str) -> str:
+    """Why `RLOOConfig` no longer has an argument, as the end of a sentence; "" for one that it never had."""
+    names = (f"{section}.{argument}" for section in ("rloo", "run", "rollout"))
+    return next((f" any more: {GONE_KEYS[name].instead}" for name in names if name in GONE_KEYS), "")
+
+
+def _drop_gone(values: dict[str, Any]) -> list[str]:
+    """Remove the keys of `GONE_KEYS`, in place; a message if there are any. Raises ConfigError for other values than
+    their defaults."""
+    usual, problems = [], []
+    for name, gone in GONE_KEYS.items():
+        for key, value in _take(values, name.split(".")):
+            if value == gone.default and isinstance(value, bool) == isinstance(gone.default, bool):
+                usual.append(key)
+            else:
+                instead = gone.instead.format(value=value)
+                problems.append(f"{key} is {excerpt(value)}, but there is no such key any more: {instead}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [f"no longer keys, and set to their last defaults: {', '.join(usual)}; remove them"] if usual else []
+
+
+def _take(place: Any, path: list[str], above: str = "") -> list[tuple[str, Any]]:
+    """The key at `path` below `place`, in each item of a list, with its value; it is removed."""
+    if isinstance(place, list):
+        return [taken for number, item in enumerate(place) for taken in _take(item, path, f"{above}{number}.")]
+    if not isinstance(place, dict) or path[0] not in place:
+        return []
+    if path[1:]:
+        return _take(place[path[0]], path[1:], f"{above}{path[0]}.")
+    return [(above + path[0], place.pop(path[0]))]
+
+
 def translate_file(values: dict[str, Any]) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each; null counts as not given. Raises
-    ConfigError as `translate_config`."""
-    messages = []
+    ConfigError as `translate_config`, and for a key that is gone."""
+    messages = _drop_gone(values)
     for old, entry in _FILE_NAMES.items():
         above, _, key = old.rpartition(".")
         place = values.get(above) if above else values

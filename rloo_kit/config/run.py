@@ -15,11 +15,10 @@ from rloo_kit.config.checks import (
     GYM_PREFIX,
     find_option_problems,
     find_prompt_problem,
-    find_temperature_problems,
     usual_batch,
 )
 from rloo_kit.config.model_names import EMBEDDED_PREFIX, find_family_problem, split_model_name, thinks_by_keys
-from rloo_kit.config.old_names import CONFIG_NAMES, translate_file
+from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.schema import (
     FULL_LEARNING_RATE,
     DataSection,
@@ -46,6 +45,7 @@ Keys = dict[str, Any]  # keys of a section, as in the file
 PROMPT_SHARE = 4  # a prompt gets 1 / PROMPT_SHARE of model.max_seq_length
 LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
+FORCED_ANSWER = 32  # tokens after a close that only an evaluation forces, without rloo.answer_budget
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 
 
@@ -92,6 +92,11 @@ class RunConfig(Section):
     def reward_weights(self) -> dict[str, float]:
         """The weight of each reward, by the name it is logged under."""
         return {entry.name.rpartition(":")[2]: entry.weight for entry in self.rewards}
+
+    @property
+    def forced_answer(self) -> int:
+        """Tokens for the answer after a close that only an evaluation forces."""
+        return self.rloo.answer_budget or FORCED_ANSWER
 
     def check(self) -> None:
         """Check across sections, which an assignment does not; raises ConfigError on contradictions."""
@@ -224,8 +229,7 @@ class RunConfig(Section):
         """What vLLM cannot sample if `engine` is "vllm" or "server"; checked before any weights are loaded."""
         if engine not in ("vllm", "server"):
             return []
-        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
-        problems = find_temperature_problems(engine, temperatures)
+        problems = []
         if self.model.lora is None:
             problems.append(
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
@@ -243,16 +247,10 @@ class RunConfig(Section):
                 f"there are {count_processes()} processes, but vLLM in the trainer's process (rollout.engine=vllm) is "
                 "for one; set rollout.engine=server, or start one process"
             )
-        rollout = self.rollout
-        if rollout.server_url is not None:
+        if self.rollout.server_url is not None:
             problems.append(
-                f"rollout.server_url is {rollout.server_url}, but vLLM would sample in the trainer's process; set "
+                f"rollout.server_url is {self.rollout.server_url}, but vLLM would sample in the trainer's process; set "
                 "rollout.engine=server or rollout.server_url=null"
-            )
-        if rollout.rows is not None and rollout.vllm.max_num_seqs not in (None, rollout.rows):
-            problems.append(
-                f"rollout.rows is {rollout.rows} and rollout.vllm.max_num_seqs is {rollout.vllm.max_num_seqs}, but "
-                "both are the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
             )
         return problems
 
@@ -281,16 +279,6 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     for section, changes in sections.items():
         merge(values, section, changes)
     changed = {apply_override(values, override, RunConfig): override for override in overrides}
-    if isinstance(values.get("rloo"), dict):
-        given: Keys = dict.fromkeys(sections.get("rloo") or {})
-        given |= {str(where[1]): override for where, override in changed.items() if where[0] == "rloo" and where[1:]}
-        for name, override in given.items():
-            old = CONFIG_NAMES.get(name)
-            if old is None or old.new is None or old.new in given:
-                continue
-            values["rloo"].pop(old.new, None)  # what is given by its old name wins over the file's new one, too
-            if override is not None:
-                changed["rloo", old.new] = override
     for message in messages + translate_file(values):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]
@@ -352,7 +340,7 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: Keys) -> None:
     least = (thinking + closing if thinking else 0) + (answer or 1)  # of a completion, for its budgets
     longest = max(int(budget) for budget in evaluated.get("thinking_budgets") or [0])
     if longest:
-        longest += closing + (_number(evaluated, "answer_budget") or EvalSection.model_fields["answer_budget"].default)
+        longest += closing + (answer or FORCED_ANSWER)
     needed = max(completion or least, longest, _number(evaluated, "max_completion_length") or 0)
 
     is_embedded, thinks = str(model.get("name")).startswith(EMBEDDED_PREFIX), thinks_by_keys(model)
@@ -401,6 +389,7 @@ def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collec
     `by_content`, whose files are compared later, a file may have moved.
     """
     saved, now = read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0]
+    translate_file(saved)
     with suppress(ValidationError):  # else compared as they are; with the defaults of keys newer than the saved run
         saved, now = (RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now))
     lines = []

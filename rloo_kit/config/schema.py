@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from rloo_kit.config.checks import (
     GENERATIONS,
     PROMPTS,
+    HealthRule,
     find_batch_problems,
     find_gym_problem,
     find_test_problem,
@@ -40,7 +41,6 @@ def _refuse_near_miss(name: str, info: ValidationInfo) -> str:
 Named = Annotated[str, Field(min_length=1), AfterValidator(_refuse_near_miss)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-OnFinding = Literal["warn", "stop", "off"]
 
 
 class RunSection(Section):
@@ -60,23 +60,12 @@ class RunSection(Section):
     report: bool = key(True, "write report.html at the end")
     progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between tables of sample completions; 0 for none", ge=0)
-    num_samples: int = key(2, "completions in such a table", ge=0)
-    rollouts_gib: float | None = key(
-        None, "GiB for the run's stored completions, oldest deleted first; null: no limit", ge=0.01
-    )
     save_every_minutes: float | None = key(
         15.0, "minutes between checkpoints in addition to rloo.save_steps; null: none", gt=0.0
     )
     max_reward_failure_share: Share = key(
-        0.5, "a step fails if more than this share of its samples has a failed reward",
+        0.5, "a step fails if more than this share of its samples has a failed reward; three in a row stop the run",
         argument="max_reward_failure_share",
-    )  # fmt: skip
-    reward_failure_steps: Count = key(
-        3, "failed steps in a row after which the run saves and stops", argument="reward_failure_steps"
-    )
-    max_skipped_steps: Count = key(
-        3, "steps in a row skipped for NaN or infinity after which the run saves and stops",
-        argument="max_skipped_steps",
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -92,7 +81,6 @@ class LoraSection(Section):
     prefix: ClassVar[str] = "model.lora."
     r: Count = key(16, "rank")
     alpha: float = key(16, "scale: the update is multiplied by alpha / r", gt=0)
-    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
     target_modules: list[str] | None = key(
         None, "layers with an adapter; null: all linear layers of the blocks", min_length=1
     )
@@ -124,8 +112,6 @@ class ModelSection(Section):
         False, "recompute activations to save memory; unsloth also offloads them"
     )
     lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
-    vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
-    build_seed: int = key(0, "embedded models only: seed of the cold start", ge=0, lt=2**32)
 
     @property
     def is_embedded(self) -> bool:
@@ -193,9 +179,10 @@ class DataSection(Section):
         0.1, "held-out prompts: a count, or a share below 1; if read separately, a count, below 1 all", ge=0
     )
     max_prompt_length: Count = key(
-        512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
+        512,
+        "tokens of a prompt, template included; longer ones are left out",
+        follows="a quarter of model.max_seq_length",
     )
-    seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property
     def all_sources(self) -> list[str]:
@@ -442,23 +429,11 @@ def has_thinking_budget(rloo: Any) -> bool:
 
 
 class HealthSection(Section):
-    """What the run does when a health rule (`health/rules.py`) finds something."""
+    """What the run does when a health rule (`health/rules.py`) finds something: it warns, unless listed here."""
 
     prefix: ClassVar[str] = "health."
-    no_signal_steps: Count = key(
-        5, "steps in a row before no_signal, truncation, cold_start or a zero gradient is reported"
-    )
-    broken_policy: OnFinding = key(
-        "warn", "the reward falls while entropy, KL or the completions' form leaves its range"
-    )
-    reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples, or no completion is scored")
-    truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
-    cold_start: OnFinding = key("warn", "almost no completion is right from the start")
-    no_signal: OnFinding = key("warn", "all completions of each group get the same reward")
-    entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
-    reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
-    no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
-    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
+    stop: list[HealthRule] = key([], "rules whose finding saves and stops the run")
+    off: list[HealthRule] = key([], "rules that are not applied")
 
 
 class VllmSection(Section):
@@ -469,7 +444,6 @@ class VllmSection(Section):
         None, "share of GPU memory for vLLM while it samples, weights included; null: by the memory plan", gt=0, lt=1
     )
     float8_kv_cache: bool = key(False, "8-bit KV cache; compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -534,10 +508,12 @@ class EvalSection(Section):
     pass_at_k: list[Count] = key([], "report pass@k for these k")
     max_completion_length: Count | None = key(None, "null: rloo.max_completion_length")
     batch_size: Count = key(128, "completions generated at once")
-    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after these tokens")
-    answer_budget: Count = key(32, "tokens left for the answer after a forced close")
-    num_completions: int = key(10, "completions to show; the report keeps more (0: none)", ge=0)
-    every_steps: int = key(0, "steps between evaluations during training; 0: none", ge=0)
+    thinking_budgets: list[Count] = key(
+        [], "also measure accuracy with thinking closed after these tokens, and rloo.answer_budget (else 32) after it"
+    )
+    every_steps: int = key(
+        0, "steps between evaluations during training, whose best weights are kept as adapter/; 0: none", ge=0
+    )
     every_prompts: Count = key(64, "prompts of an evaluation during training, the same each time")
     judge: JudgeSection | None = key(None, "measure the win rate, before and after training; see below")
     measure: str = key(
@@ -545,17 +521,12 @@ class EvalSection(Section):
         "reward compares answers, else reward",
         min_length=1,
     )  # fmt: skip
-    save_best: bool = key(True, "keep the weights of the best evaluation in best/, and as adapter/ at the end")
     patience: Count | None = key(None, "stop after so many evaluations in a row without a new best; null: never")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
             raise ValueError(f"patience is {self.patience}, but eval.every_steps is 0; raise it, or eval.patience=null")
-        if self.judge is not None and not self.num_completions:
-            raise ValueError(
-                "judge is set, but num_completions is 0, and it reads what is kept; eval.num_completions=10"
-            )
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "

@@ -30,6 +30,7 @@ REFUSED: dict[str, str] = _TASKS["refused"]
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, and the library's entry
 GYM_TEST_PROMPTS = 200  # if data.test_size is a share
 MOST_PROMPTS = 100_000
+FIRST_SEED = random.Random("reasoning-gym-0").randrange(2**31)  # of the test source, whose number is 0
 BLOCK = 2**20  # seeds reserved for each source of a run
 MOST_AT_ONCE = 500  # rows per dataset of the library, and per reply of its process
 LEAST_AT_ONCE = 64
@@ -38,7 +39,7 @@ CALL_LIMIT_S = 900.0  # for MOST_AT_ONCE questions, with the start of the proces
 BUILD_LIMIT_S = 20.0  # to make a dataset
 ROW_LIMIT_S = 5.0  # to draw one question: some tasks hang at one seed in thousands
 MOST_LATE = 2  # questions of MOST_AT_ONCE that may take longer and are left out
-SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
+NOT_SET = {"seed": "remove it; the kit draws from seeds of its own", "size": "set data.num_prompts instead"}
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
 
 
@@ -62,17 +63,9 @@ def require_library(key: str) -> None:
         raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
 
 
-def first_seed(seed: int, number: int) -> int:
-    """The first of the BLOCK seeds of source `number` of a run with `data.seed`; 0 is the test source.
-
-    Blocks do not overlap. Seeds are below 2**32, numpy's limit.
-    """
-    return random.Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
-
-
 def read_gym(part: Part, start: int) -> DataSource:
-    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on
-    (`first_seed`), with different questions; if the task has fewer, all and a note, or with `count_key` an error.
+    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on,
+    with different questions; if the task has fewer, all and a note, or with `count_key` an error.
     Raises DataError for a task that does not exist or is refused, for options that it does not have, and if rows cannot
     be drawn; SetupError without the library."""
     source, key, count, count_key = part.source, part.key, part.count, part.count_key
@@ -168,12 +161,12 @@ def make_dataset(task: str, options: dict[str, Any], options_key: str = "data.op
     from reasoning_gym.factory import DATASETS
 
     source, (make, config) = f"{GYM_PREFIX}{task}", DATASETS[task]
-    defaults = {name: value for name, value in vars(config()).items() if name not in SET_ELSEWHERE}
+    defaults = {name: value for name, value in vars(config()).items() if name not in NOT_SET}
     has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
     chosen = {}
     for name, value in options.items():
-        if name in SET_ELSEWHERE:
-            raise DataError(f"{options_key}.{name}: set {SET_ELSEWHERE[name]} instead")
+        if name in NOT_SET:
+            raise DataError(f"{options_key}.{name}: {NOT_SET[name]}")
         if name not in defaults:
             raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
         chosen[name] = tuple(value) if isinstance(defaults[name], tuple) else value
@@ -210,7 +203,7 @@ def draw_rows(
             except Exception as error:
                 reason = excerpt(f"{type(error).__name__}: {error}", 300)
                 where = f"{GYM_PREFIX}{task}, seed {seed + index}"
-                raise DataError(f"{where} cannot be drawn: {reason}. Change {options_key}, or data.seed") from None
+                raise DataError(f"{where} cannot be drawn: {reason}. Change {options_key}") from None
     except _Late:
         limits = f"{build_limit_s:g} s to set up or more than {row_limit_s:g} s to draw one question"
         values = json.loads(options) or "its defaults"

@@ -24,10 +24,10 @@ from pydantic.fields import FieldInfo
 
 from rloo_kit.collective import gather_objects
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
-from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, explain_gone, translate_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection, has_thinking_budget
-from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
+from rloo_kit.config.section import Section, declared, explain_errors, suggest
 from rloo_kit.data.chat import template_options
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
@@ -113,7 +113,7 @@ def _add_fields(cls: type) -> type:
     """Add a field and a docstring line for each of the kit's options, and a field for each old name."""
     lines = []
     for name, entry in _OWN.items():
-        described = re.sub(r"\bnull\b", "None", f"{entry.field.description} ({describe_field(entry.field)})")
+        described = re.sub(r"\bnull\b", "None", str(entry.field.description))
         lines.append(f"{name}: {described}. Default: {entry.default!r}.")
         kind: Any = get_type_hints(entry.section)[entry.key]  # without bounds
         metadata: dict[str, Any] = {"help": described}
@@ -157,7 +157,8 @@ class RLOOConfig(trl.RLOOConfig):
             raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
         given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
-            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, _PARAMETERS)}" for name in unknown))
+            reasons = {name: explain_gone(name) or suggest(name, _PARAMETERS) for name in unknown}
+            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items()))
         # a parser passes every field, and only a value that is not the default can contradict an old name
         typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
         values, messages = translate_config(typed, count_processes())

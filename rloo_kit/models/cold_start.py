@@ -22,13 +22,12 @@ from rloo_kit.config.model_names import find_embedded_problem, split_model_name
 from rloo_kit.data import tasks
 from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
 from rloo_kit.errors import ConfigError
-from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START
 
-NUM_BYTES = 256
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
 SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
-ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
+ROWS = 320  # of the embedding: a multiple of 64, for the kernels
 
 _TURNS = (
     "{%- for message in messages %}"
@@ -73,34 +72,26 @@ IGNORED = -100  # target of a position without loss
 SECONDS_BETWEEN_REPORTS = 10.0
 
 
-def check_names(name: str, vocabulary: str) -> None:
-    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+def check_name(name: str) -> None:
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`)."""
     if problem := find_embedded_problem(name):
         raise ConfigError(problem)
-    if vocabulary not in ROWS:
-        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
 
 
-def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
-    `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
-    ids = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    if vocabulary == "compact":
-        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
-    taken = set(QWEN3_IDS.values())
-    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
-    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
+def token_ids() -> dict[str, int]:
+    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens; there are no merges."""
+    return {token: index for index, token in enumerate((*sorted(pre_tokenizers.ByteLevel.alphabet()), *CHAT_TOKENS))}
 
 
-def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); raises ConfigError for any other.
+def build_tokenizer(name: str = "thinking") -> Any:
+    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting); raises ConfigError for
+    any other.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """
-    check_names(name, vocabulary)
+    check_name(name)
     tokenizer = Qwen2Tokenizer(
-        vocab=token_ids(vocabulary),
+        vocab=token_ids(),
         merges=[],
         unk_token=None,
         eos_token=TURN_END,
@@ -158,16 +149,14 @@ def train_embedded(
     tokenizer: Any,
     kind: str,
     family: Family,
-    vocabulary: str,
-    seed: int,
     plan: ColdStart,
     report: Callable[[str], None] = print,
 ) -> Any:
-    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind` with
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS` rows, trained on the demonstrations of `kind` with
     problems of `family`; `report` gets a line every `SECONDS_BETWEEN_REPORTS`. Seeds torch's global generator, so it
     runs in a separate process (`embedded.build`)."""
-    torch.manual_seed(seed)
-    rng = random.Random(f"cold-start-{seed}")
+    torch.manual_seed(0)
+    rng = random.Random("cold-start-0")
     used = used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
     model = Qwen3ForCausalLM(model_config(plan, len(used) + 1))  # the last row is the shared one
@@ -180,7 +169,7 @@ def train_embedded(
         source = tasks.EASY if step < plan.easy_share * plan.steps else family
         problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
         tokens, targets = demonstrate(tokenizer, slots, kind, family, problems, habit, rng)
-        loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))
+        loss = imitation_loss(model, tokens, targets, ROWS - len(used))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -189,7 +178,7 @@ def train_embedded(
             reported = time.monotonic()
             seconds = (reported - started) / (step + 1) * (plan.steps - step - 1)
             report(f"{(step + 1) / plan.steps:.0%}, {seconds:.0f} s left")
-    return with_full_table(model, plan, used, ROWS[vocabulary], tokenizer)
+    return with_full_table(model, plan, used, ROWS, tokenizer)
 
 
 def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:

@@ -29,7 +29,7 @@ from rloo_kit.config.model_names import (
 from rloo_kit.data import tasks
 from rloo_kit.data.tasks import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_names, find_plan, train_embedded
+from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_name, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import say
@@ -162,37 +162,27 @@ def _convert(weights: Path, name: str) -> tuple[LlamaForCausalLM, Any]:
 # A test fingerprints each recipe and fails if one changes under the same number.
 RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
-_FOLDER_NAME = re.compile(
-    r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
-)
+_FOLDER_NAME = re.compile(r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-compact-0-r(?P<recipe>\d+)")
 _PROGRESS = "progress: "
 
 
-def build(
-    name: str = "thinking",
-    vocabulary: str = "compact",
-    seed: int = 0,
-    *,
-    steps: int | None = None,
-    report: Callable[[str], None] = say,
-) -> Path:
+def build(name: str = "thinking", *, steps: int | None = None, report: Callable[[str], None] = say) -> Path:
     """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
     about two and a half minutes).
 
     Args:
         name: the part of `model.name` after `embedded/`.
-        seed: of the cold start; another seed is another model.
         steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
         report: called with a line of text every 10 seconds.
     Raises:
-        ConfigError: unknown model, family or vocabulary, or steps below 1.
+        ConfigError: unknown model or family, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
-    recipe = _recipe(name, vocabulary, seed, steps)
+    recipe = _recipe(name, steps)
     kind, family = recipe["kind"], recipe["family"]
     named = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
     number = "" if steps is None else f"-{steps}steps"
-    target = cache_folder() / f"{named}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
+    target = cache_folder() / f"{named}-compact-0-r{RECIPES[kind]}{number}"
 
     def fill(workspace: Path) -> None:
         report(f"building embedded/{name}, once; cached in {target.parent}")
@@ -209,7 +199,7 @@ def name_built(folder: str) -> dict[str, Any] | None:
     found = _FOLDER_NAME.fullmatch(folder)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
-    return {"name": f"embedded/{found['name']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
+    return {"name": f"embedded/{found['name']}"}
 
 
 def rebuild(folder: str) -> Path | None:
@@ -220,12 +210,12 @@ def rebuild(folder: str) -> Path | None:
         return None
     if keys["name"] in SMOLLM2:
         return build_smollm2(keys["name"])
-    return build(keys["name"].removeprefix(EMBEDDED_PREFIX), keys["vocabulary"], keys["build_seed"])
+    return build(keys["name"].removeprefix(EMBEDDED_PREFIX))
 
 
-def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
+def _recipe(name: str, steps: int | None) -> dict[str, Any]:
     """Everything that determines the weights, as JSON; raises ConfigError for invalid arguments."""
-    check_names(name, vocabulary)
+    check_name(name)
     kind, family = split_model_name(name)
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start needs at least 1 step")
@@ -234,8 +224,8 @@ def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[st
     return {
         "kind": kind,
         "family": family,
-        "vocabulary": vocabulary,
-        "seed": seed,
+        "vocabulary": "compact",  # in the names of all folders there are, as the seed
+        "seed": 0,
         "recipe": RECIPES[kind],
         "plan": dataclasses.asdict(plan),
         "versions": {library: version(library) for library in _LIBRARIES},  # for readers; not part of the name
@@ -282,11 +272,11 @@ def run_as_program() -> None:
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
-    kind, vocabulary, seed = recipe["kind"], recipe["vocabulary"], recipe["seed"]
+    kind = recipe["kind"]
     family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
-    tokenizer = build_tokenizer(kind, vocabulary)
+    tokenizer = build_tokenizer(kind)
     report = partial(print, _PROGRESS, sep="", flush=True)
-    model = train_embedded(tokenizer, kind, family, vocabulary, seed, plan, report)
+    model = train_embedded(tokenizer, kind, family, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / RECORD, recipe)

@@ -90,7 +90,7 @@ class Evaluation:
         tools: means in a run with tools, else empty, named as in training: call_frequency and turns (per completion),
             failure_frequency and invalid_frequency (shares of the calls).
         budgets: one per thinking budget.
-        samples: the first completion of the first `eval.num_completions` prompts, each a `_Sample` with gold, forced
+        samples: the first completion of the first ten prompts, each a `_Sample` with gold, forced
             and reward (the weighted sum); more_samples: of later prompts, for the report.
         unscored: completions that the answer reward could not judge; they count as wrong.
         reward_unscored: completions without a weighted sum, because a reward failed on them or none applied.

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+from rloo_kit.config.old_names import CONFIG_NAMES, GONE_KEYS, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import RLOOSection
+from rloo_kit.config.yaml_files import write_value
 from rloo_kit.errors import ConfigError, RlooKitError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
@@ -198,11 +199,10 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = load_config(path, "rloo.kl_coef=0.5")
+        run = load_config(path, "rloo.beta=0.5")
     found = [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
     for old, new in (
         ("rloo.kl_coef", "rloo.beta=0.1"),
-        ("rloo.kl_coef", "rloo.beta=0.5"),
         ("rloo.rloo_k", "rloo.num_generations=4"),
         ("rloo.token_level_kl", "no effect"),
         ("rloo.token_level_kl", "rloo.kl_form: per_token"),
@@ -213,6 +213,8 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
+    with pytest.raises(ConfigError, match="rloo.kl_coef means .*=0.5.*keep rloo.beta and remove rloo.kl_coef"):
+        load_config(path, "rloo.kl_coef=0.5")
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)
@@ -223,11 +225,26 @@ def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
-        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, no_signal: stop}\n"
+        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, stop: [no_signal]}\n"
     )
     with pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
         run = load_config(file)
-    assert run.health.no_signal == "stop"
+    assert run.health.stop == ["no_signal"]
+
+
+@pytest.mark.parametrize("key", GONE_KEYS)
+def test_a_file_that_sets_a_key_that_is_gone(key: str, tmp_path: Path) -> None:
+    """A run's folder has every key of its day: with its default the run goes on, with another value it would differ."""
+    file, gone, key = tmp_path / "run.yaml", GONE_KEYS[key], key.replace("sources.", "sources.0.")
+    file.write_text(
+        "model: {name: embedded/thinking}\ndata: {sources: [{source: embedded/addition}]}\nrloo: {max_steps: 1}\n"
+        "rewards: [{name: thinking_reward}]\nreward_model: {source: pairs.csv}\n"
+    )
+    with pytest.warns(FutureWarning, match=f"last defaults: {key}; remove them"):
+        assert load_config(file, f"{key}={write_value(gone.default)}") == load_config(file)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, f"{key}=7")
+    assert str(caught.value) == f"{key} is 7, but there is no such key any more: {gone.instead.format(value=7)}"
 
 
 def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:

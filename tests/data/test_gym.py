@@ -9,7 +9,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
-from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
+from rloo_kit.data.gym import GYM_COLUMN, make_dataset, read_gym
 from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
@@ -68,9 +68,6 @@ def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     found = prepare(num_prompts=100, test_source=SUMS, test_size=50)
     assert len(found.train.rows) == 100 and len(found.test.rows) == 50
     assert not set(found.train.texts) & set(found.test.texts)
-    for seed in (0, 1, 2**32 - 1):
-        starts = [first_seed(seed, number) for number in range(100)]
-        assert all(b - a == BLOCK for a, b in zip(starts, starts[1:], strict=False)) and starts[-1] < 2**32
     short = {"min_terms": 1, "max_terms": 2, "max_digits": 1}  # chance repeats stay in the test set
     found = prepare(num_prompts=100, test_source=SUMS, test_size=20, options=short)
     sides = [{found_side.texts[row] for row in found_side.rows} for found_side in (found.train, found.test)]
@@ -95,7 +92,7 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
     rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(60))))
     sources = [
         {"source": SUMS, "weight": 2, "options": SHORT},
-        {"source": SUMS, "options": LEVEL},
+        {"source": SUMS, "options": {"min_terms": 4}},
         {"source": "embedded/addition"},
         {"source": str(rows), "answer_after": None},
     ]
@@ -104,8 +101,8 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
     entries = [None if text is None else json.loads(text) for text in found[GYM_COLUMN]]
     assert len(found) == 100 and sum(entry is None for entry in entries) == 40
     assert sum(entry is not None and entry["options"] == SHORT for entry in entries) == 40
-    assert sum(entry is not None and entry["options"] == LEVEL for entry in entries) == 20
-    own = {f"{SUMS} {json.dumps(options)}" for options in (SHORT, LEVEL)}
+    assert sum(entry is not None and entry["options"] == {"min_terms": 4} for entry in entries) == 20
+    own = {f"{SUMS} {json.dumps(SHORT)}", f'{SUMS} {{"min_terms": 4}}'}
     assert set(found["source"]) == {*own, "embedded/addition", str(rows)} and None not in found["answer"]
     questions = [entry["entry"]["question"] for entry in entries if entry]
     assert len(set(questions)) >= 59, "two entries of one task draw from separate seeds"
@@ -116,7 +113,7 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
     [
         ({"min_trms": 2}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
         ({"min_terms": 9}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
-        ({"seed": 3}, r"^data\.options\.seed: set data\.seed instead"),
+        ({"seed": 3}, r"^data\.options\.seed: remove it"),
     ],
 )
 def test_options_that_a_task_does_not_have(options, words):
@@ -214,7 +211,7 @@ def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
         return json.loads(getattr(prepare(**data), side).row(0)[GYM_COLUMN])["options"]
 
     entry = {"source": SUMS, "options": SHORT}
-    assert first("train", num_prompts=20, sources=[entry], options=LEVEL) == SHORT
+    assert first("train", num_prompts=20, sources=[entry], options={"min_terms": 4}) == SHORT
     assert first("train", num_prompts=20, sources=[{"source": SUMS}], options=SHORT) == SHORT
     assert first("test", num_prompts=10, test_source=SORTING, test_size=5, options=SHORT) == {}
     assert first("test", num_prompts=10, test_source=SUMS, test_size=5, options=SHORT) == SHORT

@@ -294,13 +294,12 @@ def test_twins_of_a_prompt():
     assert len({prompt_identity(other) for other in others}) == len(others)
 
 
-def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):
+def test_the_split_is_always_the_same(make_run, tiny_tokenizer):
     """Another split after a restart would measure on prompts that were trained on; the seed of Python's hashes, which
     changes with each process, must have no say (the expected prompts are written down here)."""
     first = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
     again = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
-    other = load_data(make_run(test_size=5, seed=1), tiny_tokenizer, rows=ROWS)
-    assert prompts_of(first) == prompts_of(again) != prompts_of(other)
+    assert prompts_of(first) == prompts_of(again)
     assert sorted(first.test["answer"][:], key=int) == ["14", "16", "18", "19", "20"]
     train = first.train["prompt"][:]
     assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]

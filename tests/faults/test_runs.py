@@ -110,10 +110,10 @@ def test_an_emptied_status_is_rebuilt(reference, record):
 
 def test_the_same_command_after_a_failure_deletes_nothing(place, record):
     """With metrics logged every 10th step, a run that failed at step 6 counted as not started."""
-    (place.folder / "raise_at").write_text("6")
-    words = ("rloo.logging_steps=10", "run.reward_failure_steps=1", "run.max_reward_failure_share=0.1")
+    (place.folder / "raise_at").write_text("4")
+    words = ("rloo.logging_steps=10", "run.max_reward_failure_share=0.1")
     assert place.run(*words) == 2, place.printed()
-    record("a reward fails at step 6", place, 2, place.errors()[-1], "the state of that step, as a checkpoint")
+    record("a reward fails at steps 4 to 6", place, 2, place.errors()[-1], "the state of that step, as a checkpoint")
     before = place.checkpoints()
     assert len(before) == 3 and before[-1] == 5
     assert place.run(*words) == 2 and place.checkpoints() == before

@@ -41,10 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bound": ({"missing_eos_penalty": -1.0}, "^missing_eos_penalty: is -1.0; input should be greater than 0"),
     "a group": ({"num_generations": 3}, "groups of 3 .num_generations"),
     "no siblings": ({"num_generations": 1}, "num_generations is 1; set it to 2 or more"),
-    "a batch": ({"generation_batch_size": 12}, r"generation_batch_size is 12; set it to a multiple of 8 .* and of 2"),
-    "an evaluation": (
-        {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
-        r"batches of 3 completions \(per_device_eval_batch_size\) x 1 process = 3, which .* whole groups of 2"),
     # At temperature 0 the log-probabilities were NaN, and the advice was on lm_head; with one token left of each
     # distribution all completions of a group are equal.
     "no temperature": ({"temperature": 0.0}, "^temperature:? is 0.0"),
@@ -108,13 +104,13 @@ def test_every_key_of_a_file_arrives(tmp_path):
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
         MINIMAL
-        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_skipped_steps": 7}}
+        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_reward_failure_share": 0.25}}
         | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = RLOOConfig(**training_arguments(run, policy, tmp_path))
-    chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
+    chosen |= {"max_reward_failure_share": 0.25, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
     chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": "/shared/adapters"}
     assert {name: getattr(config, name) for name in chosen} == chosen
 
@@ -154,7 +150,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     """`parse_yaml_file` hands 1e-1 over as text, and true was a count of 1."""
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
-    for wrong in ({"max_skipped_steps": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
+    for wrong in ({"tokens_per_pass": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
         (name,) = wrong
         with pytest.raises(ConfigError, match=f"^{name}: is .*; input should be .*"):
             RLOOConfig(str(tmp_path), **wrong)

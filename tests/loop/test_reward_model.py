@@ -321,7 +321,6 @@ MISTAKES = {
     "a wrong column": ("reward_model.chosen_column=better",),
     "a wrong prompt column": ("reward_model.prompt_column=question",),
     "too few prompts": ("reward_model.test_size=40",),
-    "pairs that are too long": ("reward_model.max_length=2",),
     "an adapter as base": ("reward_model.model={adapter}",),
     "a missing base": ("reward_model.model=/nowhere/model",),
     "a folder that is no base": ("reward_model.model={empty}",),

@@ -42,7 +42,7 @@ def make_batches(make_trainer):
 @pytest.fixture
 def start_long(start):
     """The loop's `start`, with room for an answer."""
-    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1", "run.num_samples=4")
+    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1")
     return partial(start, *words)
 
 
@@ -358,7 +358,7 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
         tokenizer.chat_template = TEMPLATE
         make_tiny_model().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        run = kit.load_config(write_config(), f"model.name={folder}", "eval.num_completions=2", *overrides)
+        run = kit.load_config(write_config(), f"model.name={folder}", *overrides)
         kit.check(run)
         policy = kit.load_policy(run)
         return run, policy, kit.load_data(run, policy.tokenizer)

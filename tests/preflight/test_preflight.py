@@ -333,7 +333,7 @@ def counted(completions, **_columns):
 """
 
 
-HALF = pytest.param(["rloo.bf16=true", "model.lora.dropout=0.1"], marks=pytest.mark.slow)
+HALF = pytest.param(["rloo.bf16=true"], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("words", [["rloo.beta=0.05"], HALF], ids=str)
