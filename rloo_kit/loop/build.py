@@ -11,7 +11,6 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
-from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
@@ -68,7 +67,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-    has_budget = has_thinking_budget(args)
+    has_budget = args.thinking_budget is not None
     return RLOOStep(
         settings,
         sampler,
@@ -162,9 +161,7 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 def read_filters(args: Any) -> Filters:
     """The sampling filters of an `RLOOConfig`; -1 and None mean none, as in vLLM and TRL."""
-    penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
-    top_p = 1.0 if args.top_p is None else args.top_p
-    return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
+    return Filters(1.0 if args.top_p is None else args.top_p, max(args.top_k or 0, 0))
 
 
 def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:

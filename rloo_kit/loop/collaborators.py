@@ -14,7 +14,7 @@ from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion, list_episodes
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
-from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
+from rloo_kit.gradient.advantages import combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward, reward_name
@@ -121,9 +121,7 @@ class Rewarder:
             for reward, tokenizer in pairs
         ]
         self.missing_eos_penalty = trainer.args.missing_eos_penalty
-        self.form = trainer.args.normalize_rewards
         self.failures = FailureCount(trainer.args.reward_failure_steps)
-        self.moments = RunningMoments()  # of `normalize_rewards: running`; part of a checkpoint
 
     def reward(self, completions: list[Completion]) -> Judged:
         """Rewards and scores; a completion with any failed reward is not scored."""
@@ -156,13 +154,9 @@ class Rewarder:
             scores = raw_scores - self.missing_eos_penalty * self.parallel.gather(cut).float()
         return Judged(completions, rewards, failed, raw_scores, scores, failures)
 
-    def normalize(self, scores: torch.Tensor, training: bool) -> torch.Tensor:
+    def normalize(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (A,) after `normalize_rewards` and `reward_clip_range`."""
-        if self.form == "running":
-            if training:
-                self.moments.update(scores)
-            scores = self.moments.normalize(scores, eps=1e-8)
-        elif self.form:
+        if self.trainer.args.normalize_rewards:
             scores = standardize(scores, eps=1e-8)
         clip = self.trainer.reward_clip_range
         return scores.clamp(*clip) if clip else scores

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import trl
@@ -26,7 +26,7 @@ from rloo_kit.collective import gather_objects
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection, has_thinking_budget
+from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
 from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
 from rloo_kit.data.chat import template_options
 from rloo_kit.errors import ConfigError, RlooKitError
@@ -116,14 +116,10 @@ def _add_fields(cls: type) -> type:
         described = re.sub(r"\bnull\b", "None", f"{entry.field.description} ({describe_field(entry.field)})")
         lines.append(f"{name}: {described}. Default: {entry.default!r}.")
         kind: Any = get_type_hints(entry.section)[entry.key]  # without bounds
-        metadata: dict[str, Any] = {"help": described}
-        if bool in get_args(kind):  # or a word: the flag without a value means true, as for a bool
-            words = [word for part in get_args(kind) for word in get_args(part)]
-            kind, metadata = Literal[(False, True, *words)], metadata | {"nargs": "?", "const": True}
         cls.__annotations__[name] = kind
         default, is_list = entry.default, isinstance(entry.default, list)
         made = {"default_factory": default.copy} if is_list else {"default": default}
-        setattr(cls, name, field(**made, metadata=metadata))
+        setattr(cls, name, field(**made, metadata={"help": described}))
     text = inspect.cleandoc(cls.__doc__ or "")  # which Python 3.13 does by itself
     cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
     for name, old in CONFIG_NAMES.items():
@@ -273,6 +269,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu}
+        | {"disable_dropout": True, "logging_steps": 1}  # policy and reference score alike; health rules read each step
         | run.to_arguments()
         | own_folder
         | planned_limits(run, policy)
@@ -317,7 +314,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 def precision_flags(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
-    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16)
+    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.model.dtype)
     return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
 
 
@@ -354,7 +351,7 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
                 )
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
     if columns is not None:
-        columns = name_columns(columns, has_thinking_budget(args), toolbox)
+        columns = name_columns(columns, getattr(args, "thinking_budget", None) is not None, toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)

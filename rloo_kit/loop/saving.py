@@ -13,7 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.errors import shorten
-from rloo_kit.gradient.advantages import RunningMoments
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import load_shards
 from rloo_kit.models.policy import Policy, save_adapter
@@ -72,8 +71,8 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
             if writes:
                 state.save_to_json(str(staged / TRAINER_STATE_NAME))
                 reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
-                loop = {"rewards": rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
-                loop |= {"episodes": rloo.recorder.episodes, "stream": None if place is None else asdict(place)}
+                stream = None if place is None else asdict(place)
+                loop = {"reservoir": reservoir, "episodes": rloo.recorder.episodes, "stream": stream}
                 write_json(staged / LOOP_STATE, loop)
             wait_for_all()  # every process has written its part
             if writes:
@@ -143,7 +142,6 @@ def load_loop_state(rloo: RLOOStep, folder: Path) -> None:
     state = read_object(folder / LOOP_STATE)
     if not state:
         return
-    rloo.rewarder.moments = RunningMoments.from_dict(state["rewards"])
     rloo.recorder.episodes = state.get("episodes", 0)
     if rloo.reservoir is not None and state["reservoir"] is not None:
         rloo.reservoir.load_state_dict(state["reservoir"])

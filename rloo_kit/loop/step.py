@@ -55,10 +55,7 @@ class StepSettings:
     aux_loss_coef: float
     filters: Filters
     mask_truncated_completions: bool
-    baseline_includes_masked: bool
     sampler_correction: str
-    sampler_correction_floor: float
-    sampler_correction_cap: float
 
 
 @dataclass(eq=False)
@@ -130,10 +127,6 @@ class RLOOStep:
             for start, end in (*completion.forced, *completion.context):
                 mask[start:end] = [False] * (end - start)
             masks.append(mask)
-        scores = self.rewarder.normalize(judged.scores, training)
-        if not self.settings.baseline_includes_masked:
-            is_masked = torch.tensor([not any(mask) for mask in masks], device=device)
-            scores = scores.masked_fill(self.parallel.gather(is_masked), torch.nan)
         logps = [completion.logps for completion in completions if completion.logps is not None]
         return RolloutBatch(
             judged=judged,
@@ -142,7 +135,7 @@ class RLOOStep:
             prompts=ragged([completion.prompt_ids for completion in completions], torch.long),
             completions=ragged([completion.ids for completion in completions], torch.long),
             mask=ragged(masks, torch.bool),
-            scores=scores,
+            scores=self.rewarder.normalize(judged.scores),
             on_policy=self.settings.on_policy or not training,
             sampler_logps=ragged(logps, torch.float32) if len(logps) == len(masks) else None,
         )
@@ -281,12 +274,11 @@ class RLOOStep:
             return None
         sampled = pick(batch.sampler_logps, rows)
         stats.add_gap(old, sampled, mask)
-        settings = self.settings
-        if settings.sampler_correction == "none":
+        form = self.settings.sampler_correction
+        if form == "none":
             return None
         lengths = [len(batch.mask[row]) for row in rows]
-        band = settings.sampler_correction_floor, settings.sampler_correction_cap
-        weights = correction_weights(old, sampled, mask, lengths, settings.sampler_correction, *band)
+        weights = correction_weights(old, sampled, mask, lengths, form)
         stats.weight += torch.stack([(weights * mask).sum(), mask.sum().float()])
         return weights
 

@@ -204,8 +204,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             raise NonFiniteError(
                 f"NaN or infinity in {skipped.reason}, {skipped.patience} steps in a row (max_skipped_steps), so "
                 f"training stopped; none of them moved a weight. The state is saved in {self.args.output_dir}. Lower "
-                "learning_rate, raise beta, set delta if num_iterations is above 1, and prefer bf16 to fp16; then "
-                "start from an earlier checkpoint"
+                "learning_rate, raise beta, and prefer bf16 to fp16; then start from an earlier checkpoint"
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -153,7 +153,7 @@ def load_policy(run: RunConfig) -> Policy:
         config_arguments=load_backend(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
-        precision=environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
+        precision=environment.mixed_precision(run.model.dtype),
     )
 
 
@@ -252,15 +252,13 @@ def _announce(plan: VllmPlan, model: Any) -> None:
 
 def _refuse_mixed_gpus(run: RunConfig) -> None:
     """Require one dtype and one precision in all processes, because their gradients are averaged."""
-    settled = environment.current()
-    dtype = settled.dtype_name if run.model.dtype == "auto" else run.model.dtype
-    open_precision = run.rloo.bf16 is None and run.rloo.fp16 is None
-    found = gather_objects((dtype, settled.precision if open_precision else "the file's"))
+    dtype = environment.current().dtype_name if run.model.dtype == "auto" else run.model.dtype
+    found = gather_objects((dtype, environment.mixed_precision(run.model.dtype)))
     if len(set(found)) > 1:
         gpus = ", ".join(f"process {index} {dtype}/{precision}" for index, (dtype, precision) in enumerate(found))
         raise BackendError(
             f"the GPUs of this run differ in dtype or precision ({gpus}), but all must use the same: set "
-            "model.dtype=float16 rloo.fp16=true rloo.bf16=false, which every GPU supports"
+            "model.dtype=float16, which every GPU supports"
         )
 
 

@@ -189,10 +189,10 @@ def take_steps(
     engine = "auto" if load.engine in FOREIGN else run.rollout.engine
     changed: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": completions, "gradient_accumulation_steps": 1,
-        "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
+        "steps_per_generation": None, "num_generations": generations,
         "rollout_engine": engine, "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
-        "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
+        "sampler_correction": "none", "reward_clip_range": None,
         "max_skipped_steps": steps + 1, "tools": [], "environment": None,
     }  # fmt: skip
     prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)

@@ -114,7 +114,7 @@ class VllmEngine(Engine):
             stop_token_ids=stops,
             seed=(seed + state.requests) % 2**31,
             temperature=self.sampling.temperature,
-            **asdict(self.sampling.filters),
+            **self.sampling.filters.to_vllm(),
             ignore_eos=True,  # only a request's own stop ids end it, not those in the checkpoint's files
             logprobs=0,  # of the sampled token only
             detokenize=False,
