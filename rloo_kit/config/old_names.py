@@ -113,6 +113,21 @@ _FILE_NAMES: dict[str, OldName] = {
 }
 
 
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that a file no longer has: its last default, and what to do in place of another value."""
+
+    default: Any
+    instead: str
+
+
+# By dotted key; one in the items of a list is named without their number.
+GONE_KEYS: dict[str, Gone] = {
+    "run.num_samples": Gone(2, "a table of samples has two completions"),
+}
+
+
 def translate_config(
     given: Mapping[str, Any], processes: int = 1, prefix: str = "", usual: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -221,10 +236,43 @@ def _set_once(values: dict[str, Any], name: str, value: Any, old: str, new: str)
     values[name] = value
 
 
+def explain_gone(argument: str) -> str:
+    """Why `RLOOConfig` no longer has an argument, as the end of a sentence; "" for one that it never had."""
+    names = (f"{section}.{argument}" for section in ("rloo", "run", "rollout"))
+    return next((f" any more: {GONE_KEYS[name].instead}" for name in names if name in GONE_KEYS), "")
+
+
+def _drop_gone(values: dict[str, Any]) -> list[str]:
+    """Remove the keys of `GONE_KEYS`, in place; a message if there are any. Raises ConfigError for other values than
+    their defaults."""
+    usual, problems = [], []
+    for name, gone in GONE_KEYS.items():
+        for key, value in _take(values, name.split(".")):
+            if value == gone.default and isinstance(value, bool) == isinstance(gone.default, bool):
+                usual.append(key)
+            else:
+                instead = gone.instead.format(value=value)
+                problems.append(f"{key} is {excerpt(value)}, but there is no such key any more: {instead}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [f"no longer keys, and set to their last defaults: {', '.join(usual)}; remove them"] if usual else []
+
+
+def _take(place: Any, path: list[str], above: str = "") -> list[tuple[str, Any]]:
+    """The key at `path` below `place`, in each item of a list, with its value; it is removed."""
+    if isinstance(place, list):
+        return [taken for number, item in enumerate(place) for taken in _take(item, path, f"{above}{number}.")]
+    if not isinstance(place, dict) or path[0] not in place:
+        return []
+    if path[1:]:
+        return _take(place[path[0]], path[1:], f"{above}{path[0]}.")
+    return [(above + path[0], place.pop(path[0]))]
+
+
 def translate_file(values: dict[str, Any]) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each; null counts as not given. Raises
-    ConfigError as `translate_config`."""
-    messages = []
+    ConfigError as `translate_config`, and for a key that is gone."""
+    messages = _drop_gone(values)
     for old, entry in _FILE_NAMES.items():
         above, _, key = old.rpartition(".")
         place = values.get(above) if above else values

@@ -401,6 +401,7 @@ def refuse_changes(trained: str, resolved: str, folder: Path, by_content: Collec
     `by_content`, whose files are compared later, a file may have moved.
     """
     saved, now = read_yaml(trained, f"the configuration of {folder}")[0], read_yaml(resolved)[0]
+    translate_file(saved)
     with suppress(ValidationError):  # else compared as they are; with the defaults of keys newer than the saved run
         saved, now = (RunConfig.model_validate(values).model_dump(mode="json") for values in (saved, now))
     lines = []

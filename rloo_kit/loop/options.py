@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from rloo_kit.collective import gather_objects
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
-from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, explain_gone, translate_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
 from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
@@ -153,7 +153,8 @@ class RLOOConfig(trl.RLOOConfig):
             raise TypeError(f"RLOOConfig() got {', '.join(twice)} twice, by position and by name")
         given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
-            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{suggest(name, _PARAMETERS)}" for name in unknown))
+            reasons = {name: explain_gone(name) or suggest(name, _PARAMETERS) for name in unknown}
+            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items()))
         # a parser passes every field, and only a value that is not the default can contradict an old name
         typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
         values, messages = translate_config(typed, count_processes())

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
+from rloo_kit.config.old_names import CONFIG_NAMES, GONE_KEYS, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import load_config
 from rloo_kit.config.schema import RLOOSection
+from rloo_kit.config.yaml_files import write_value
 from rloo_kit.errors import ConfigError, RlooKitError
 
 # Each old keyword of the config with a value that is not today's default, and what has to become of it.
@@ -228,6 +229,21 @@ def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
         run = load_config(file)
     assert run.health.no_signal == "stop"
+
+
+@pytest.mark.parametrize("key", GONE_KEYS)
+def test_a_file_that_sets_a_key_that_is_gone(key: str, tmp_path: Path) -> None:
+    """A run's folder has every key of its day: with its default the run goes on, with another value it would differ."""
+    file, gone = tmp_path / "run.yaml", GONE_KEYS[key]
+    file.write_text(
+        "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
+        "rloo: {max_steps: 1}\nreward_model: {source: pairs.csv}\n"
+    )
+    with pytest.warns(FutureWarning, match=f"last defaults: {key}; remove them"):
+        assert load_config(file, f"{key}={write_value(gone.default)}") == load_config(file)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, f"{key}=7")
+    assert str(caught.value) == f"{key} is 7, but there is no such key any more: {gone.instead.format(value=7)}"
 
 
 def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:
