@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-# The largest weight of `correction_weights`: a weight of a wrong token must not drown the rest, and what is cut off at
-# twice the sampler's probability is rare where both compute the same policy.
-CORRECTION_CAP = 2.0
+CORRECTION_CAP = (
+    2.0  # of a weight: one token must not drown the rest, and two samplers of one policy seldom differ more
+)
 RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high")
 
 
@@ -159,10 +159,10 @@ def correction_weights(
         sampler_logps: (N,) nats, NaN for tokens that were not sampled (a forced close).
         mask: (N,), bool or 0 and 1, the scored tokens. lengths: of each completion, 0 allowed; their sum is N.
         form: "token": each token's own ratio. "sequence": for all tokens of a completion, the product of the ratios of
-            its sampled and scored tokens. Both are at most CORRECTION_CAP. With "_mask", a ratio above it gives weight 0.
+            its sampled and scored tokens. Both are at most 2 (CORRECTION_CAP); with "_mask", a ratio above it gives 0.
 
     Returns:
-        The weights, 0 to CORRECTION_CAP. The token forms give 1 for a token that is masked or was not sampled, the sequence
+        The weights, 0 to 2. The token forms give 1 for a token that is masked or was not sampled, the sequence
         forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that broken values stay visible.
     """
     known = mask.bool() & ~sampler_logps.isnan()

@@ -154,7 +154,8 @@ class RLOOConfig(trl.RLOOConfig):
         given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
             reasons = {name: explain_gone(name) or suggest(name, _PARAMETERS) for name in unknown}
-            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items()))
+            problems = "\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items())
+            raise ConfigError(name_settings(problems, self))
         # a parser passes every field, and only a value that is not the default can contradict an old name
         typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
         values, messages = translate_config(typed, count_processes())

@@ -71,10 +71,7 @@ WRONG = {
     "set rollout.engine=server or rollout.server_url=null",
     "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
     "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
-    "rloo={max_steps: 1, delta: 1.2}": "rloo.delta is 1.2|above 1 + rloo.epsilon = 1.2",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
-    "rloo={max_steps: 1, sampler_correction: token, sampler_correction_floor: 0.5}": "sampler_correction_floor is 0.5|"
-    "rloo.sampler_correction is token|rloo.sampler_correction=token_mask or rloo.sampler_correction_floor=0",
     "rloo.answer_budget=8": "rloo.answer_budget is 8|rloo.thinking_budget is null|rloo.answer_budget=null",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "thinking_budget (60)|"
     "closing (1)|rloo.answer_budget (8) = 69 tokens|rloo.max_completion_length (64)|raise it to 69",

@@ -22,7 +22,6 @@ rewards: [{{name: length_reward}}, {{name: 'own:by_text'}}]
 rloo:
   max_steps: 8
   save_steps: 1
-  logging_steps: 1
   learning_rate: 1e-2
   per_device_train_batch_size: 8
   num_generations: 4

@@ -49,7 +49,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # distribution all completions of a group are equal.
     "no temperature": ({"temperature": 0.0}, "^temperature:? is 0.0"),
     "the likeliest": ({"top_k": 1, "accept_truncated_sampling": True}, "^top_k:? is 1"),
-    "nothing else": ({"min_p": 1.0, "accept_truncated_sampling": True}, "^min_p:? is 1.0"),
+    "a filter of TRL's": ({"min_p": 0.1, "accept_truncated_sampling": True}, "^min_p is 0.1: .*Set min_p=None"),
+    "a key that is gone": ({"delta": 4.0}, "no 'delta' any more: epsilon and epsilon_high bound the ratio"),
     "a mistyped name": ({"num_generation": 4}, "'num_generation'.*num_generations"),
 }  # fmt: skip
 
@@ -99,10 +100,9 @@ def test_a_message_names_the_settings_that_its_reader_has(make_trainer, monkeypa
 def test_every_key_of_a_file_arrives(tmp_path):
     """A key that the file takes and the loop never sees is a setting that does nothing."""
     chosen: dict[str, Any] = {
-        "kl_form": "length_normalized", "ratio_form": "per_token", "delta": 4.0, "baseline": "group_mean",
-        "scale_rewards": "group", "token_mean": "batch", "baseline_includes_masked": False,
-        "normalize_rewards": "running", "sampler_correction": "token_mask",
-        "sampler_correction_cap": 5.0, "sampler_correction_floor": 0.5, "memory": "balanced", "tokens_per_pass": 4096,
+        "kl_form": "length_normalized", "ratio_form": "per_token", "baseline": "group_mean",
+        "scale_rewards": "group", "token_mean": "batch",
+        "normalize_rewards": True, "sampler_correction": "token_mask", "memory": "balanced", "tokens_per_pass": 4096,
         "thinking_budget": 64, "answer_budget": 32, "thinking_close": "sentence",
     }  # fmt: skip
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
@@ -137,9 +137,9 @@ def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
             RunConfig.model_validate(MINIMAL | {section: MINIMAL.get(section, {}) | extra | url | {entry.key: choice}})
 
 
-@pytest.mark.parametrize("budget", [{}, {"thinking_budget": 4}, {"thinking_budget_total": 4}])
+@pytest.mark.parametrize("budget", [{}, {"thinking_budget": 4}])
 def test_a_reward_may_ask_for_what_a_budget_tells(budget, make_trainer):
-    """With `thinking_budget_total` alone the trainer refused a reward that reads `thinking_forced`."""
+    """Without a budget no reward gets `thinking_forced`."""
 
     def asks(completion_ids, thinking_forced, **columns):
         return [0.0] * len(completion_ids)
@@ -155,7 +155,12 @@ def test_values_are_read_as_a_files_are(tmp_path):
     """`parse_yaml_file` hands 1e-1 over as text, and true was a count of 1."""
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
-    for wrong in ({"max_skipped_steps": True}, {"resample_rounds": 1.5}, {"delta": float("nan")}, {"baseline": None}):
+    for wrong in (
+        {"max_skipped_steps": True},
+        {"resample_rounds": 1.5},
+        {"epsilon_high": float("nan")},
+        {"baseline": None},
+    ):
         (name,) = wrong
         with pytest.raises(ConfigError, match=f"^{name}: is .*; input should be .*"):
             RLOOConfig(str(tmp_path), **wrong)
@@ -171,8 +176,7 @@ def test_copies_with_a_change(tmp_path):
 
 
 def test_flags_of_scripts(tmp_path, capsys):
-    """Types of the schema become flags: choices, numbers that may be unset, a switch that is on by default.
-    `--normalize_rewards` was a flag without a value before it could be "running"."""
+    """Types of the schema become flags: choices, numbers that may be unset, a switch."""
     from transformers import HfArgumentParser
 
     parser = HfArgumentParser(RLOOConfig)
@@ -181,12 +185,9 @@ def test_flags_of_scripts(tmp_path, capsys):
         (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
         return config
 
-    flags = ["--ratio_form", "per_token", "--rollout_rows", "5", "--no_baseline_includes_masked", "--delta", "4"]
-    config = parse(*flags)
-    found = config.ratio_form, config.rollout_rows, config.baseline_includes_masked, config.delta
-    assert found == ("per_token", 5, False, 4.0) and config.normalize_rewards is False
-    assert parse("--normalize_rewards").normalize_rewards is True
-    assert parse("--normalize_rewards", "running").normalize_rewards == "running"
+    config = parse("--ratio_form", "per_token", "--rollout_rows", "5", "--normalize_rewards")
+    assert (config.ratio_form, config.rollout_rows, config.normalize_rewards) == ("per_token", 5, True)
+    assert parse().normalize_rewards is False
     assert "completions generated at once; None: set by the memory plan" in " ".join(parser.format_help().split())
     with pytest.raises(SystemExit):
         parse("--ratio_form", "token")

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 WITH_KL = {"beta": 0.1}
 # One group over two processes, and everything that is made over a rollout of all of them.
 STRADDLE = {
-    "num_generations": 8, "kl_form": "per_token", "normalize_advantages": True, "normalize_rewards": "running",
+    "num_generations": 8, "kl_form": "per_token", "normalize_advantages": True, "normalize_rewards": True,
     "mask_truncated_completions": True, "missing_eos_penalty": 0.3,
 }  # fmt: skip
 GRPO = {"baseline": "group_mean", "scale_rewards": "group", "mask_truncated_completions": True}

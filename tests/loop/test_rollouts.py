@@ -18,6 +18,7 @@ from rloo_kit.results.samples import split_completion
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.engine import Engine
 from rloo_kit.runs.rollouts import read_rollouts
+from rloo_kit.system import environment
 from rloo_kit.think_tags import opens_thinking
 from tests.loop.conftest import EOS, by_ids, stream
 from tests.rollout.models import shake, teacher_forced
@@ -86,9 +87,7 @@ def corrected_gradient(make_batches):
     def run(form, shift, **options):
         shifts = shift if isinstance(shift, list) else [shift] * 8
         torch.manual_seed(0)
-        trainer = make_batches(
-            first_id, sampler_correction=form, sampler_correction_cap=2.0, max_grad_norm=0.0, **options
-        )
+        trainer = make_batches(first_id, sampler_correction=form, max_grad_norm=0.0, **options)
         sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
 
         def shifted(*arguments, **named):
@@ -132,17 +131,6 @@ def test_a_masked_correction_drops_a_completion_alone(form, corrected_gradient):
     lengths = [len(row["completion_ids"]) for row in rows]
     kept = sum(lengths[row] for row in rest) / sum(lengths)
     assert logs["sampling/importance_weight_mean"] == pytest.approx(kept, abs=1e-4)
-
-
-def test_a_masked_completion_leaves_the_baseline_by_choice(make_batches):
-    """TRL masks a truncated completion's gradient and goes on comparing its siblings with it."""
-    completions = [[70, EOS], [71, EOS], [72, EOS], [90, 91, 92]] * 2
-    for counts, siblings in ((True, [71, 72, 90]), (False, [71, 72])):
-        trainer = make_batches(first_id, mask_truncated_completions=True, baseline_includes_masked=counts)
-        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions]
-        trainer.train()
-        assert trainer.rows[0]["advantage"] == pytest.approx(70 - sum(siblings) / len(siblings))
-        assert (trainer.rows[3]["advantage"] == 0.0) is not counts
 
 
 def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
@@ -218,12 +206,12 @@ def test_rounds_are_a_limit(start_long):
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
-    """The reservoir's place and the rewards' moments are part of the state: without them a resumed run trains on other
-    prompts, and with another scale of every advantage, than the uncut one."""
-    options = ("rollout.resample_rounds=2", "rloo.normalize_rewards=running")
+    """The reservoir's place is part of the state: without it a resumed run trains on other prompts."""
 
     def go(steps, *words, **flags):
-        return start_long(f"rloo.max_steps={steps}", *options, *words, rewards=[tied_for_even_prompts], **flags)
+        return start_long(
+            f"rloo.max_steps={steps}", "rollout.resample_rounds=2", *words, rewards=[tied_for_even_prompts], **flags
+        )
 
     whole = go(3, "run.name=whole")
     go(1)
@@ -366,13 +354,14 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
     return build
 
 
-@pytest.mark.parametrize("override", ["rloo.bf16=true", "rloo.bf16=false"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
 @pytest.mark.parametrize("engine", ["native", "generate"])
 @pytest.mark.parametrize("lora", ["model.lora.r=4", "model.lora=null"])
-def test_evaluations_sample_in_the_precision_of_training(lora, engine, override, load, monkeypatch):
+def test_evaluations_sample_in_the_precision_of_training(lora, engine, precision, load, monkeypatch):
     """Through transformers on a GPU, rollouts ran LoRA in bfloat16, evaluations in float32: what was measured was not
     quite the policy that was trained. The float32 of a full finetune likewise."""
-    run, policy, data = load(lora, override, f"rollout.engine={engine}")
+    monkeypatch.setattr(environment, "mixed_precision", lambda dtype: precision)
+    run, policy, data = load(lora, f"rollout.engine={engine}")
     shake(policy.model)
     prompts, found = data.train["prompt"][:4], []
     plain = Engine.sample
@@ -391,7 +380,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, override,
     tokens = zip(policy.tokenizer(prompts)["input_ids"], training.completion_ids, strict=True)
     exact = torch.tensor(sum((teacher_forced(policy.model, *one) for one in tokens), []))
     gap = (torch.tensor(sum(training.sampler_logps, [])) - exact).abs().max()
-    assert (gap > 1e-4) == (override == "rloo.bf16=true")
+    assert (gap > 1e-4) == (precision == "bf16")
 
 
 def test_a_thought_that_never_ends_is_no_answer_anywhere(load):

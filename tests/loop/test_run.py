@@ -241,18 +241,18 @@ def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
     assert evaluate(run, load_policy(run), test, "before").label == "before"
 
 
-def test_precision_of_the_file_wins_over_the_environment(monkeypatch):
+def test_the_machine_and_the_dtype_choose_the_precision(monkeypatch):
     """ACCELERATE_MIXED_PRECISION, left over from another run, beats `bf16=False` and trains in another precision."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
 
-    def run(bf16, fp16):
-        return SimpleNamespace(rloo=SimpleNamespace(bf16=bf16, fp16=fp16))
-
-    monkeypatch.setattr(environment, "current", lambda: SimpleNamespace(precision="bf16"))
-    assert precision_flags(run(None, None)) == {"bf16": True, "fp16": False}
-    assert precision_flags(run(None, True)) == {"bf16": False, "fp16": True}
-    assert precision_flags(run(False, None)) == {"bf16": False, "fp16": False}
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    for machine, dtype, expected in (
+        ("bf16", "auto", "bf16"), ("bf16", "float32", "bf16"), ("bf16", "float16", "fp16"),
+        ("fp16", "auto", "fp16"), ("fp16", "float32", "no"), ("fp32", "float16", "no"),
+    ):  # fmt: skip
+        monkeypatch.setattr(environment, "current", lambda machine=machine: SimpleNamespace(precision=machine))
+        found = precision_flags(SimpleNamespace(model=SimpleNamespace(dtype=dtype)))
+        assert found == {"bf16": expected == "bf16", "fp16": expected == "fp16"}
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == expected
 
 
 @pytest.mark.slow

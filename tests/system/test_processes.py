@@ -121,7 +121,7 @@ def test_gpus_that_compute_in_different_types_are_refused(be, monkeypatch):
     """A bf16 GPU next to an fp16 GPU: each process would load and train in its own type."""
     from rloo_kit.models import policy as backends
 
-    run = SimpleNamespace(model=SimpleNamespace(dtype="auto"), rloo=SimpleNamespace(bf16=None, fp16=None))
+    run = SimpleNamespace(model=SimpleNamespace(dtype="auto"))
     monkeypatch.setattr(backends, "gather_objects", lambda own: [own, ("float16", "fp16")])
     with pytest.raises(BackendError, match=r"process 0 \w+/\w+, process 1 float16/fp16.*model.dtype=float16"):
         backends._refuse_mixed_gpus(run)
