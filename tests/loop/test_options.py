@@ -158,7 +158,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     for wrong in (
         {"max_skipped_steps": True},
         {"resample_rounds": 1.5},
-        {"epsilon_high": float("nan")},
+        {"missing_eos_penalty": float("nan")},
         {"baseline": None},
     ):
         (name,) = wrong
