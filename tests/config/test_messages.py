@@ -84,7 +84,6 @@ WRONG = {
     "rewards.0.weight=0": "rewards.0.weight=1",
     "data.test_size=0": "data.test_size is 0|run.evaluate=false",
     "data={source: embedded/addition, num_prompts: 9, test_size: 9}": "test_size (9)|num_prompts (9)|data.num_prompts",
-    "rloo={max_steps: 1, bf16: true, fp16: true}": "bf16 and fp16 are both true",
     "eval.pass_at_k=[1, 8]": "8 completions|set eval.num_samples=8",
     "sft.thinking_column=completion": "sft.thinking_column=null",
     "data.source=some/set": "model.name is embedded/thinking|data.source is some/set|set data.source=embedded/addition",
