@@ -191,18 +191,18 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
 
 @pytest.mark.slow
 def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
-    """With health.no_signal=stop a job must end as a failure, or the batch that started it goes on."""
+    """With health.stop a job must end as a failure, or the batch that started it goes on."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
-    words = ["rewards.0.name=flat:reward", "health.no_signal=stop", "health.no_signal_steps=1"]
+    words = ["rewards.0.name=flat:reward", "health.stop=[no_signal]", "rloo.max_steps=5"]
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
-    keys = ("health.no_signal=stop", "rloo.max_completion_length (currently 4)", "--resume")
-    assert code == 2 and "step 1 of 2" in errors and all(key in errors for key in keys)
+    keys = ("health.stop=[no_signal]", "rloo.max_completion_length (currently 4)", "--resume")
+    assert code == 2 and "step 5 of 5" in errors and all(key in errors for key in keys)
 
 
 def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):
     """A reward of 0.000 in all 14 steps ended with "Everything is in outputs/sub", exit code 0, finished."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
-    words = ["rewards.0.name=flat:reward", "health.no_signal_steps=1", "health.truncation=off", "run.evaluate=false"]
+    words = ["rewards.0.name=flat:reward", "health.off=[truncation]", "rloo.max_steps=5", "run.evaluate=false"]
     code, printed, _ = call("train", config_file, *words)
     last = printed[printed.rindex("no signal: ") :]
     assert code == 0 and "since step 1: " in last and "data.source" in last

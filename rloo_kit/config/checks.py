@@ -4,7 +4,7 @@ Messages name the keys of a run's file; `loop/options.py` renames them for `RLOO
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rloo_kit.system.processes import count_processes
@@ -23,6 +23,12 @@ GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per ste
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
+
+HealthRule = Literal[
+    "broken_policy", "all_none", "reward_failures", "truncation", "cold_start", "no_signal", "kl_explosion",
+    "entropy_collapse", "length_explosion", "length_collapse", "never_closed", "reward_hacking", "no_movement",
+    "sampler_gap",
+]  # fmt: skip
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one

@@ -6,9 +6,9 @@ Each is renamed, converted, dropped with a warning (no effect) or refused with t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from rloo_kit.config.checks import usual_batch
+from rloo_kit.config.checks import HealthRule, usual_batch
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.system.processes import count_processes
 
@@ -125,6 +125,12 @@ _DTYPE = "the machine decides, and model.dtype: float16 trains in float16, float
 
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
+    "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
+    **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
+    "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),
+    "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
+    "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),
+    "run.max_skipped_steps": Gone(3, "three steps in a row with NaN or infinity stop a run"),
     "rloo.adam_beta1": Gone(0.9, _IN_PYTHON),
     "rloo.adam_beta2": Gone(0.999, _IN_PYTHON),
     "rloo.adam_epsilon": Gone(1e-8, _IN_PYTHON),
@@ -145,7 +151,6 @@ GONE_KEYS: dict[str, Gone] = {
     "rloo.bf16": Gone(None, _DTYPE),
     "rloo.fp16": Gone(None, _DTYPE),
     "rloo.logging_steps": Gone(1, "every step has its row of metrics.jsonl, which the health rules read"),
-    "run.num_samples": Gone(2, "a table of samples has two completions"),
 }
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from rloo_kit.config.checks import (
     GENERATIONS,
     PROMPTS,
+    HealthRule,
     find_batch_problems,
     find_gym_problem,
     find_test_problem,
@@ -40,7 +41,6 @@ def _refuse_near_miss(name: str, info: ValidationInfo) -> str:
 Named = Annotated[str, Field(min_length=1), AfterValidator(_refuse_near_miss)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-OnFinding = Literal["warn", "stop", "off"]
 
 
 class RunSection(Section):
@@ -60,23 +60,12 @@ class RunSection(Section):
     report: bool = key(True, "write report.html at the end")
     progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between tables of sample completions; 0 for none", ge=0)
-    num_samples: int = key(2, "completions in such a table", ge=0)
-    rollouts_gib: float | None = key(
-        None, "GiB for the run's stored completions, oldest deleted first; null: no limit", ge=0.01
-    )
     save_every_minutes: float | None = key(
         15.0, "minutes between checkpoints in addition to rloo.save_steps; null: none", gt=0.0
     )
     max_reward_failure_share: Share = key(
-        0.5, "a step fails if more than this share of its samples has a failed reward",
+        0.5, "a step fails if more than this share of its samples has a failed reward; three in a row stop the run",
         argument="max_reward_failure_share",
-    )  # fmt: skip
-    reward_failure_steps: Count = key(
-        3, "failed steps in a row after which the run saves and stops", argument="reward_failure_steps"
-    )
-    max_skipped_steps: Count = key(
-        3, "steps in a row skipped for NaN or infinity after which the run saves and stops",
-        argument="max_skipped_steps",
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -411,28 +400,11 @@ class RLOOSection(Section):
 
 
 class HealthSection(Section):
-    """What the run does when a health rule (`health/rules.py`) finds something."""
+    """What the run does when a health rule (`health/rules.py`) finds something: it warns, unless listed here."""
 
     prefix: ClassVar[str] = "health."
-    no_signal_steps: Count = key(
-        5, "steps in a row before no_signal, truncation, all_none, cold_start or a zero gradient is reported"
-    )
-    broken_policy: OnFinding = key(
-        "warn", "the reward falls while entropy, KL or the completions' form leaves its range"
-    )
-    all_none: OnFinding = key("warn", "no completion is scored: every reward returns None")
-    reward_failures: OnFinding = key("warn", "a reward fails on a fifth of the samples or more")
-    truncation: OnFinding = key("warn", "over 80 % of the completions are cut off")
-    cold_start: OnFinding = key("warn", "almost no completion is right from the start")
-    no_signal: OnFinding = key("warn", "all completions of each group get the same reward")
-    kl_explosion: OnFinding = key("warn", "KL above 2 nats per token")
-    entropy_collapse: OnFinding = key("warn", "entropy under 0.01 on an unsolved task, or one answer to every prompt")
-    length_explosion: OnFinding = key("warn", "completions grow into the limit, or without more right answers")
-    length_collapse: OnFinding = key("warn", "completions or thoughts shrink without more right answers")
-    never_closed: OnFinding = key("warn", "thinking is not closed although there is room")
-    reward_hacking: OnFinding = key("warn", "accuracy falls while the reward, or a part of it, rises")
-    no_movement: OnFinding = key("warn", "the weights do not move, or the gradient is zero although rewards differ")
-    sampler_gap: OnFinding = key("warn", "sampler and trainer differ by over 0.1 nats a token")
+    stop: list[HealthRule] = key([], "rules whose finding saves and stops the run")
+    off: list[HealthRule] = key([], "rules that are not applied")
 
 
 class VllmSection(Section):

@@ -6,7 +6,7 @@ docs/benchmarks.md says how runs that were made to fail changed them.
 
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,21 +25,19 @@ mean = statistics.fmean
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules need to know about a run besides its rows: the values of `rloo:`, the modes by rule ("warn",
-    "stop", "off"; "warn" if missing), the steps in a row without signal before it is reported, the weights of the
-    rewards."""
+    """What the rules need to know about a run besides its rows: the values of `rloo:`, the rules that stop the run or
+    are off, the weights of the rewards, the steps in a row without signal before it is reported."""
 
     rloo: Mapping[str, Any]
-    modes: Mapping[str, str] = field(default_factory=dict)
-    no_signal_steps: int = 5
+    stop: Collection[str] = ()
+    off: Collection[str] = ()
     weights: Mapping[str, float] = field(default_factory=dict)
+    no_signal_steps: int = 5  # healthy runs have a few in a row
 
     @classmethod
     def of(cls, run: Any) -> "Context":
         """The context of a `RunConfig`."""
-        modes = run.health.model_dump()
-        steps = modes.pop("no_signal_steps")
-        return cls(run.rloo.model_dump(), modes, steps, run.reward_weights)
+        return cls(run.rloo.model_dump(), run.health.stop, run.health.off, run.reward_weights)
 
     def wants_shorter(self, forced_share: float | None) -> bool:
         """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
@@ -110,7 +108,7 @@ RULES: dict[str, Rule] = {}
 def rule(
     *metrics: str, cause: str, fix: str, follows: tuple[str, ...] = (), level: str = "alarming"
 ) -> Callable[[Detect], Detect]:
-    """Add a detector to RULES; its name is the key of `health:` that makes it warn, stop the run or stay off.
+    """Add a detector to RULES; its name is that in `health.stop` and `health.off`.
 
     Args:
         metrics: those that it reads. cause, fix: texts; {key} is replaced with the value of rloo.key.

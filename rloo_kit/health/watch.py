@@ -16,7 +16,7 @@ class HealthWatch:
         rows: rows of an earlier part of the run, whose findings were reported then.
 
     Attributes:
-        stopped_by: the rule that ends the run, if one with mode "stop" has fired; else None.
+        stopped_by: the rule that ends the run, if one of `health.stop` has fired; else None.
         stop: the finding that caused it.
 
     >>> watch = HealthWatch(Context({"max_completion_length": 128}, no_signal_steps=2))
@@ -64,7 +64,7 @@ class HealthWatch:
         self._seen.add(row)
         firing = []
         for rule in RULES.values():
-            if self.context.modes.get(rule.name) == "off":
+            if rule.name in self.context.off:
                 continue
             evidence = rule.detect(self._seen, self.context)
             if evidence is None:
@@ -86,7 +86,7 @@ class HealthWatch:
         new = [name for name in firing if name not in self._reported and self._is_first(self._found[name])]
         self._reported += new
         self._excused &= set(firing)
-        stopping = [name for name in firing if self.context.modes.get(name) == "stop" and name not in self._excused]
+        stopping = [name for name in firing if name in self.context.stop and name not in self._excused]
         if stopping and self.stop is None:
             self.stopped_by = min(stopping, key=lambda name: self._found[name].since)
             self.stop = self._root(self._found[self.stopped_by])

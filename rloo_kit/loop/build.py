@@ -75,7 +75,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         scorer,
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
-        FailureCount(args.max_skipped_steps),
+        FailureCount(),
         PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
 

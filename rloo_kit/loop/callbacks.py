@@ -46,11 +46,11 @@ def is_step_row(logs: dict[str, Any] | None) -> bool:
 class RolloutLog:
     """A rollout listener: writes every completion to `rollouts/` and keeps the last batch, of all processes in order.
 
-    A row carries the step that it trains, as in `metrics.jsonl`. `keep_gib`: `run.rollouts_gib`."""
+    A row carries the step that it trains, as in `metrics.jsonl`."""
 
-    def __init__(self, run_dir: RunDir, keep_gib: float | None = None):
+    def __init__(self, run_dir: RunDir):
         self.run_dir = run_dir
-        self.files = Rollouts(run_dir.folder, keep_gib)
+        self.files = Rollouts(run_dir.folder)
         self.rows: list[dict[str, Any]] = []
 
     def __call__(self, rows: list[dict[str, Any]]) -> None:
@@ -257,16 +257,15 @@ class Interrupts(TrainerCallback):
 
 
 class SampleTable(TrainerCallback):
-    """Prints a table of `num_samples` completions after the first step and every `every_steps` (0: never), thinking and
-    answer separated; with tools the last turn's, and the calls with their results."""
+    """Prints a table of two completions after the first step and every `every_steps` (0: never), thinking and answer
+    separated; with tools the last turn's, and the calls with their results."""
 
-    def __init__(self, rollouts: RolloutLog, every_steps: int, num_samples: int):
-        self.rollouts = rollouts
-        self.every_steps, self.num_samples = every_steps, num_samples
+    def __init__(self, rollouts: RolloutLog, every_steps: int):
+        self.rollouts, self.every_steps = rollouts, every_steps
         self._shown: int | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not is_step_row(logs) or not state.is_world_process_zero or not self.every_steps or not self.num_samples:
+        if not is_step_row(logs) or not state.is_world_process_zero or not self.every_steps:
             return
         period = state.global_step // self.every_steps
         if self.rollouts.rows and period != self._shown:
@@ -281,7 +280,7 @@ class SampleTable(TrainerCallback):
             table.add_column(name, ratio=ratio, overflow="fold")
         firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
-        for row in [*reversed(firsts.values()), *others][: self.num_samples]:
+        for row in [*reversed(firsts.values()), *others][:2]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             segments, answer = split_completion(row)
             thinking = "\n".join(text for text, _ in segments)
@@ -349,7 +348,7 @@ class HealthGuard(TrainerCallback):
     def make_error(self, where: str) -> HealthError:
         """The error of a run that a rule stopped; `where`: "at step 3 of 20"."""
         kind = NoSignalError if self.stopped_by == "no_signal" else HealthError
-        return kind(f"stopped {where} (health.{self.stopped_by}=stop): {self._cause}")
+        return kind(f"stopped {where} (health.stop=[{self.stopped_by}]): {self._cause}")
 
 
 def say_findings(findings: Iterable[Finding], steps: int) -> None:

@@ -39,7 +39,7 @@ class Sampler:
     def __init__(self, trainer: Any, engine: Engine, limits: Limits, parallel: Parallel, tools: ToolUse | None = None):
         self.trainer, self.engine, self.limits, self.parallel = trainer, engine, limits, parallel
         self.tools = tools
-        self.failures = FailureCount(trainer.args.reward_failure_steps)  # of tools
+        self.failures = FailureCount()  # of tools
         self.end_ids = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         self._lengths: dict[int, float] = {}  # expected completion lengths, by the prompt's hash
 
@@ -121,7 +121,7 @@ class Rewarder:
             for reward, tokenizer in pairs
         ]
         self.missing_eos_penalty = trainer.args.missing_eos_penalty
-        self.failures = FailureCount(trainer.args.reward_failure_steps)
+        self.failures = FailureCount()
 
     def reward(self, completions: list[Completion]) -> Judged:
         """Rewards and scores; a completion with any failed reward is not scored."""
@@ -202,15 +202,17 @@ class FailureCount:
     Attributes:
         patience: failures in a row that end the run. total: all failures. reason: of the last one.
 
-    >>> count = FailureCount(patience=2)
-    >>> [count.add(reason) for reason in ("the KL", None, "the KL", "the gradient")]
-    [True, False, True, True]
+    >>> count = FailureCount()
+    >>> [count.add(reason) for reason in ("the KL", None, "the KL", "the KL", "the gradient")]
+    [True, False, True, False, True]
     >>> count.exceeded, count.total, count.reason
-    (True, 3, 'the gradient')
+    (True, 4, 'the gradient')
     """
 
-    def __init__(self, patience: int) -> None:
-        self.patience, self.total, self.in_a_row, self.reason = patience, 0, 0, ""
+    patience = 3  # one or two may be a service that restarts, or an outlier
+
+    def __init__(self) -> None:
+        self.total, self.in_a_row, self.reason = 0, 0, ""
         self._reports_at = 1
 
     @property

@@ -58,8 +58,8 @@ class RLOOTrainer(trl.RLOOTrainer):
 
     Raises:
         ConfigError: an argument no longer has a meaning, or asks for something that the loop does not do.
-        RewardError: a reward cannot be called; or, from `train()`, rewards failed too often (`reward_failure_steps`).
-        NonFiniteError: from `train()`, `max_skipped_steps` steps in a row had a NaN or an infinity. Before this error
+        RewardError: a reward cannot be called; or, from `train()`, rewards failed too often.
+        NonFiniteError: from `train()`, three steps in a row had a NaN or an infinity. Before this error
             and the one before it a checkpoint is saved.
     """
 
@@ -202,7 +202,7 @@ class RLOOTrainer(trl.RLOOTrainer):
         if skipped.exceeded:
             self._save_checkpoint(self.model, trial=None)
             raise NonFiniteError(
-                f"NaN or infinity in {skipped.reason}, {skipped.patience} steps in a row (max_skipped_steps), so "
+                f"NaN or infinity in {skipped.reason}, {skipped.patience} steps in a row, so "
                 f"training stopped; none of them moved a weight. The state is saved in {self.args.output_dir}. Lower "
                 "learning_rate, raise beta, and prefer bf16 to fp16; then start from an earlier checkpoint"
             )

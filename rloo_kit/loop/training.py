@@ -200,7 +200,7 @@ class _Training:
                 )
         if run_dir.resumed:
             run_dir.rewind(self.checkpoint.step if self.checkpoint else 0)
-        self.rollouts = RolloutLog(run_dir, run.run.rollouts_gib)
+        self.rollouts = RolloutLog(run_dir)
         self.writer = MetricsWriter(run_dir)
         self.guard = HealthGuard(run, run_dir, self.writer.rows)
         self.interrupts = Interrupts()
@@ -215,7 +215,7 @@ class _Training:
         before = load_evaluation(run, "before") if run.run.evaluate else None  # the one after takes about as long
         progress = ProgressLine(self.writer, run.run.progress_every_s, 0.0 if before is None else before.seconds)
         progress.evaluations = self.evaluations
-        shown = SampleTable(self.rollouts, run.run.sample_every_steps, run.run.num_samples)
+        shown = SampleTable(self.rollouts, run.run.sample_every_steps)
         callbacks = [self.writer, progress, shown, self.guard, self.interrupts]
         if self.evaluations is not None:
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation

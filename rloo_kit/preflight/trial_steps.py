@@ -192,14 +192,14 @@ def take_steps(
         "steps_per_generation": None, "num_generations": generations,
         "rollout_engine": engine, "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
-        "sampler_correction": "none", "reward_clip_range": None,
-        "max_skipped_steps": steps + 1, "tools": [], "environment": None,
+        "sampler_correction": "none", "reward_clip_range": None, "tools": [], "environment": None,
     }  # fmt: skip
     prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
     dataset = load_stack().datasets.Dataset.from_list(prompts)
     with make_trainer(policy, run, [_alternate], dataset, callbacks, changed) as trainer:
         sampler: Any = trainer.rloo.sampler
         sampler.engine = _FullRows(load.row_tokens, partial(before, sampler.engine))
+        trainer.rloo.skipped.patience = steps + 1
         trainer.train()
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.runs.files import read_rows, row_step, to_lines, write_bytes
-from rloo_kit.system.processes import say
 
 FOLDER = "rollouts"
 LEVEL = 1  # of gzip; a higher one takes far longer for little
@@ -45,12 +44,10 @@ def _read_file(step: int, file: Path) -> Iterator[dict[str, Any]]:
 
 
 class Rollouts:
-    """Writes a run's completions; above `keep_gib` on disk the oldest steps are deleted (None keeps all). Only the
-    process that holds the run's lock may use it."""
+    """Writes a run's completions. Only the process that holds the run's lock may use it."""
 
-    def __init__(self, folder: Path, keep_gib: float | None = None):
-        self.folder, self.keep_gib = folder, keep_gib
-        self._warned = False
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows to the files of their steps, after those that they have: gzip files may be joined."""
@@ -59,7 +56,6 @@ class Rollouts:
             file.parent.mkdir(exist_ok=True)
             there = file.read_bytes() if file.exists() else b""
             write_bytes(file, there + gzip.compress(to_lines(group), LEVEL, mtime=0))
-            self._keep_fewer()
 
     def cut(self, step: int) -> None:
         """Drop every completion after step `step`, newest first, so that a kill in between leaves a shorter run."""
@@ -74,21 +70,3 @@ class Rollouts:
         self.cut(-1)
         with suppress(OSError):
             (self.folder / FOLDER).rmdir()
-
-    def _keep_fewer(self) -> None:
-        """Delete the oldest steps above `keep_gib`; the last one stays."""
-        if self.keep_gib is None:
-            return
-        sizes = {step: (file, file.stat().st_size) for step, file in step_files(self.folder).items()}
-        over = sum(size for _, size in sizes.values()) - self.keep_gib * 2**30
-        for step, (file, size) in list(sizes.items())[:-1]:
-            if over <= 0:
-                return
-            file.unlink()
-            over -= size
-            if not self._warned:
-                self._warned = True
-                say(
-                    f"rollouts: the completions up to step {step} are deleted, and the oldest from now on: "
-                    f"run.rollouts_gib is {self.keep_gib:g} (null keeps all)"
-                )

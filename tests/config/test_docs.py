@@ -12,10 +12,8 @@ from pydantic_core import PydanticUndefined
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import (
-    HealthSection,
     JudgeSection,
     LoraSection,
-    OnFinding,
     RewardSection,
     SourceSection,
     VllmSection,
@@ -74,8 +72,6 @@ def limits(field: FieldInfo, default: Any) -> str:
 
 
 def table(section: type[Section]) -> str:
-    if section is HealthSection:
-        return health_table()
     rows = {"key | default; values | what it is": "", "---|---|---": ""}  # a dict: the same row once
     follow = [name for name, field in section.model_fields.items() if field.description == f"null: data.{name}"]
     for name, field in section.model_fields.items():
@@ -89,16 +85,6 @@ def table(section: type[Section]) -> str:
         if len(follow) > 1 and name in follow:
             key, what = ", ".join(f"`{one}`" for one in follow), "null: the key of the same name in data"
         rows[f"{key} | {shown} | {what}"] = ""
-    return "\n".join(rows)
-
-
-def health_table() -> str:
-    """All rules take the same three values, which the text above the table lists."""
-    rows = ["key | what it is", "---|---"]
-    for name, field in HealthSection.model_fields.items():
-        default = "" if field.annotation == OnFinding else f" ({show(field.default)})"
-        assert default or field.default == "warn"
-        rows.append(f"`{name}`{default} | {field.description}")
     return "\n".join(rows)
 
 

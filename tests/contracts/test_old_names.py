@@ -224,11 +224,11 @@ def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
-        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, no_signal: stop}\n"
+        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, stop: [no_signal]}\n"
     )
     with pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
         run = load_config(file)
-    assert run.health.no_signal == "stop"
+    assert run.health.stop == ["no_signal"]
 
 
 @pytest.mark.parametrize("key", GONE_KEYS)

@@ -86,6 +86,6 @@ def test_tools_that_mostly_fail_end_the_run_with_a_checkpoint(place_with_tools):
     """Hours of episodes in which every call failed taught a model not to call."""
     place = place_with_tools("failing")
     (place.folder / "tools.py").write_text(TOOLS.replace("return a + b", "raise OSError('no route')"))
-    assert place.run(*WORDS, "run.reward_failure_steps=2") == 2, place.printed()
+    assert place.run(*WORDS) == 2, place.printed()
     assert "of the tools' calls failed" in place.errors()[-1] and "no route" in place.errors()[-1]
     assert place.checkpoints()

@@ -4,12 +4,12 @@ once."""
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from rloo_kit.config.checks import HealthRule
 from rloo_kit.config.run import load_config
-from rloo_kit.config.schema import HealthSection
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.health.rules import ANSWERS, RULES, Context, Finding
 from rloo_kit.health.series import LAST_ROWS, RANGES, judge_metrics
@@ -35,8 +35,8 @@ def number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"step": step} | row for step, row in enumerate(rows, 1)]
 
 
-def make_context(modes: Any = None, patience: int = 3, weights: Any = None, **rloo: Any) -> Context:
-    return Context(RLOO | rloo, modes or {}, patience, weights or {})
+def make_context(stop: Any = (), off: Any = (), patience: int = 3, weights: Any = None, **rloo: Any) -> Context:
+    return Context(RLOO | rloo, stop, off, weights or {}, patience)
 
 
 def look(rows: list[dict[str, Any]], **context: Any) -> list[Finding]:
@@ -128,8 +128,7 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     """Each rule fires on made-up rows of its fault, and its fix names a key to change."""
     (found,) = look(rows, **options)
     assert found.name == rule and key in str(found) and found.fix and found.found and found.cause
-    modes = {rule: "off"} | dict.fromkeys(found.explains, "off")
-    assert look(rows, **options, modes=modes) == []
+    assert look(rows, **options, off=[rule, *found.explains]) == []
 
 
 @pytest.mark.parametrize(("weights", "forced"), [({}, 0.5), ({"relative_length_penalty": 0.4}, 0.0)])
@@ -147,9 +146,9 @@ def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[st
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
-    """A rule without a key cannot be set to stop or off; one without a test case may never fire, and one that no page
-    explains has to be looked up in the source."""
-    assert set(RULES) == set(HealthSection.model_fields) - {"no_signal_steps"}
+    """A rule that the schema does not name cannot stop a run; one without a test case may never fire, and one that no
+    page explains has to be looked up in the source."""
+    assert set(RULES) == set(get_args(HealthRule))
     assert set(RULES) == {case[0] for case in CASES}
     assert all(set(rule.follows) <= set(RULES) - {rule.name} for rule in RULES.values())
     assert (*REWARDS_WITH_ANSWERS, GYM_REWARD) == ANSWERS
@@ -289,10 +288,10 @@ def test_a_run_that_is_resumed_does_not_find_it_a_second_time() -> None:
 
 
 def test_what_stops_a_run_and_what_does_not() -> None:
-    """`stop` for no_signal holds also if truncation is the cause, which the message names.
+    """`stop: [no_signal]` holds also if truncation is the cause, which the message names.
     A run that is resumed after it was stopped is meant to continue."""
     row = TIED | {"completions/clipped_ratio": 1.0}
-    rows, context = number([row] * 8), make_context({"no_signal": "stop"})
+    rows, context = number([row] * 8), make_context(stop=["no_signal"])
     watch = HealthWatch(context)
     steps = [watch.observe(one) and watch.stopped_by for one in rows]
     assert steps[:3] == [[], [], "no_signal"] and watch.stop is not None and watch.stop.name == "truncation"
@@ -303,8 +302,7 @@ def test_what_stops_a_run_and_what_does_not() -> None:
     for one in [{"step": 9} | WELL, *({"step": step} | row for step in (10, 11, 12))]:
         again.observe(one)
     assert again.stopped_by == "no_signal"
-    warned = HealthWatch(make_context({"no_signal": "warn"}), rows)
-    assert warned.stopped_by is None
+    assert HealthWatch(make_context(), rows).stopped_by is None
 
 
 # ------------------------------------------------------------------------------------------------ single metrics

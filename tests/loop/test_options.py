@@ -108,13 +108,13 @@ def test_every_key_of_a_file_arrives(tmp_path):
     server = {"server_url": "https://node1:8000", "server_adapters": "/shared/adapters"}
     run = RunConfig.model_validate(
         MINIMAL
-        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_skipped_steps": 7}}
+        | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_reward_failure_share": 0.25}}
         | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = RLOOConfig(**training_arguments(run, policy, tmp_path))
-    chosen |= {"max_skipped_steps": 7, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
+    chosen |= {"max_reward_failure_share": 0.25, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
     own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
     chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
     assert {name: getattr(config, name) for name in chosen} == chosen
@@ -156,7 +156,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
     for wrong in (
-        {"max_skipped_steps": True},
+        {"num_iterations": True},
         {"resample_rounds": 1.5},
         {"missing_eos_penalty": float("nan")},
         {"baseline": None},

@@ -43,7 +43,7 @@ def make_batches(make_trainer):
 @pytest.fixture
 def start_long(start):
     """The loop's `start`, with room for an answer."""
-    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1", "run.num_samples=4")
+    words = ("rloo.max_steps=2", "rloo.max_completion_length=8", "run.sample_every_steps=1")
     return partial(start, *words)
 
 

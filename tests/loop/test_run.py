@@ -16,6 +16,7 @@ from rloo_kit import build_rewards, evaluate, load_config, load_data, load_polic
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
 from rloo_kit.export.export import export_model
 from rloo_kit.loop.callbacks import RolloutLog
+from rloo_kit.loop.collaborators import FailureCount
 from rloo_kit.loop.options import precision_flags
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.policy import trained_run
@@ -166,7 +167,7 @@ def test_rewards_are_known_by_their_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_is_saved_once(start, tmp_path):
+def test_a_step_is_saved_once(start, tmp_path, monkeypatch):
     """A reward that fails for good saves the step again: a kill between the two renames left no checkpoint at all."""
 
     def failing(completion_ids, trainer_state, **_):
@@ -174,7 +175,8 @@ def test_a_step_is_saved_once(start, tmp_path):
             raise RuntimeError("the judge is down")
         return by_ids(completion_ids)
 
-    words = ("rloo.save_steps=1", "rloo.save_total_limit=1", "run.reward_failure_steps=1")
+    monkeypatch.setattr(FailureCount, "patience", 1)
+    words = ("rloo.save_steps=1", "rloo.save_total_limit=1")
     said = r"100% of the samples.*max_reward_failure_share = .*failing.*the judge is down"
     with pytest.raises(RewardError, match=said):
         start(*words, rewards=[failing])

@@ -130,7 +130,7 @@ def test_failures_that_a_run_stands_are_said(make_trainer, caplog, capsys):
     def shaky(completion_ids, **_):
         return [1.0, float("inf"), 3.0, 5.0][: len(completion_ids)] * (len(completion_ids) // 4)
 
-    trainer = make_trainer(shaky, [[70, EOS]] * 8, max_steps=4, reward_failure_steps=1)
+    trainer = make_trainer(shaky, [[70, EOS]] * 8, max_steps=4)
     trainer.train()
     captured = capsys.readouterr()
     assert "returned None" not in caplog.text + captured.out + captured.err
@@ -193,12 +193,12 @@ def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form
 
 def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tmp_path):
     """A policy that has blown up trained on nothing for the rest of the night."""
-    trainer = make_trainer(beta=0.5, max_steps=9, max_skipped_steps=2)
+    trainer = make_trainer(beta=0.5, max_steps=9)
     spoil_reference(trainer, torch.nan, rows=slice(None), calls=9)
-    with pytest.raises(NonFiniteError, match=r"(?s)2 steps in a row \(max_skipped_steps\).*learning_rate"):
+    with pytest.raises(NonFiniteError, match=r"(?s)3 steps in a row.*learning_rate"):
         trainer.train()
-    assert trainer.state.global_step == 1
-    assert (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").exists()
+    assert trainer.state.global_step == 2
+    assert (tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.slow

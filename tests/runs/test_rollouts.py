@@ -27,8 +27,8 @@ def every(first: int, last: int) -> list[dict[str, Any]]:
     return [row for step in range(first, last + 1) for row in rows_of(step)]
 
 
-def write(folder: Path, last: int, first: int = 1, **options: Any) -> Rollouts:
-    writer = Rollouts(folder, **options)
+def write(folder: Path, last: int, first: int = 1) -> Rollouts:
+    writer = Rollouts(folder)
     for step in range(first, last + 1):
         writer.append(rows_of(step))
     return writer
@@ -58,18 +58,6 @@ def test_deletion_takes_nothing_else(tmp_path: Path) -> None:
     notes[1].unlink()
     Rollouts(tmp_path).delete()
     assert not (tmp_path / "rollouts").exists()
-
-
-def test_the_oldest_are_deleted_above_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run.rollouts_gib`: a run of a week must not fill the disk; the deletion is reported once."""
-    write(tmp_path, 40, keep_gib=2000 / 2**30)
-    kept = list(read_rollouts(tmp_path))
-    assert kept == every(kept[0]["step"], 40) and kept[0]["step"] > 10
-    assert 1500 < sum(path.stat().st_size for path in step_files(tmp_path).values()) <= 2000
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1 and "run.rollouts_gib" in printed and "null" in printed
-    write(tmp_path, 41, first=41, keep_gib=1 / 2**30)
-    assert list(read_rollouts(tmp_path)) == rows_of(41), "the last step is what a report needs most"
 
 
 def test_damage_costs_one_step(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub
     project.run("rloo_kit.cli", "doctor", "--json")
     assert b"found in .env" in project.output
     assert project.run("rloo_kit.cli", "config", tiny_config, "rloo.betta=1").returncode == 2
-    raising = ("rewards.0.name=raising:reward", "run.name=raising", "run.reward_failure_steps=1")
+    raising = ("rewards.0.name=raising:reward", "run.name=raising", "rloo.max_steps=3")
     assert project.run("rloo_kit.cli", "train", tiny_config, *raising).returncode == 2, project.output.decode()
     assert project.check() > 20
     assert {path.name for path in (project.work / "outputs").iterdir()} == {"tiny", "raising"}
