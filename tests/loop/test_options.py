@@ -156,7 +156,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     config = RLOOConfig(str(tmp_path), tokens_per_pass="4096", max_reward_failure_share="1e-1")
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
     for wrong in (
-        {"num_iterations": True},
+        {"tokens_per_pass": True},
         {"resample_rounds": 1.5},
         {"missing_eos_penalty": float("nan")},
         {"baseline": None},
