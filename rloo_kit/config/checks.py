@@ -61,12 +61,6 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
     ]
     if engine and "temperature" in values:
         problems += find_temperature_problems(engine, {"rloo.temperature": values["temperature"]})
-    rounds = values.get("resample_rounds")
-    if rounds and values.get("baseline") == "none":
-        problems.append(
-            f"rollout.resample_rounds is {rounds}, which replaces groups with equal scores, but rloo.baseline is none, "
-            "which trains on them too; set rollout.resample_rounds=0, or rloo.baseline=group_mean"
-        )
     return problems
 
 

@@ -154,8 +154,8 @@ class RLOOConfig(trl.RLOOConfig):
         given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
             reasons = {name: explain_gone(name) or suggest(name, _PARAMETERS) for name in unknown}
-            problems = "\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items())
-            raise ConfigError(name_settings(problems, self))
+            text = "\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items())
+            raise ConfigError(name_settings(text, self))
         # a parser passes every field, and only a value that is not the default can contradict an old name
         typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
         values, messages = translate_config(typed, count_processes())
@@ -359,16 +359,10 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
     _take_vllm(args)
     check_options(args)
     if isinstance(arguments.get("train_dataset"), IterableDataset):
-        problems = []
-        if args.max_steps <= 0:
-            problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
-        if args.resample_rounds:
-            problems.append(
-                f"resample_rounds is {args.resample_rounds}, which draws prompts by index, and train_dataset is a "
-                "stream: set resample_rounds=0, or load the data whole (a datasets.Dataset)"
-            )
-        if problems:
-            raise ConfigError("\n".join(problems))
+        raise ConfigError(
+            "train_dataset is a stream, without a length and a place to resume at: load the data whole (a "
+            "datasets.Dataset; load_dataset without streaming=True)"
+        )
     return wrap_for_unsloth(arguments)
 
 

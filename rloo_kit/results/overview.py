@@ -22,7 +22,7 @@ from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
-STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
+STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step")
 MEANS = ["reward", "completions/mean_length", "thinking/mean_length", "thinking/closed_ratio", "val/ratio"]
 MEANS += ["tools/call_frequency", "tools/failure_frequency", "tools/invalid_frequency", "tools/turns"]
 MEANS += ["time/rollout_s", "time/reward_s", "time/gradient_s", "time/evaluation_s"]

@@ -55,7 +55,6 @@ WRONG = {
     "rloo={max_steps: 1, token_mean: batch, ratio_form: sum}": "rloo.token_mean is batch|set rloo.ratio_form=per_token",
     "rloo={max_steps: 1, token_mean: batch, steps_per_generation: 2, gradient_accumulation_steps: 4}": "not a multiple "
     "of rloo.gradient_accumulation_steps (4)|set rloo.steps_per_generation=null",
-    "rloo.baseline=none|rollout.resample_rounds=1": "rollout.resample_rounds=0, or rloo.baseline=group_mean",
     "rloo.kl_coef=-0.1": "override rloo.kl_coef=-0.1: rloo.beta: is -0.1|greater than or equal to 0",
     # sampled from one distribution, scored under another
     "rloo.top_p=0.9": "rloo.top_p is 0.9|Set rloo.top_p=1.0|rloo.temperature",

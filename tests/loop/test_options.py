@@ -35,7 +35,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stops": ({"generation_kwargs": {"stop_strings": "x"}}, "stop_strings=.*Set tokenizer.eos_token='x' instead"),
     "a seed of each request": ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "Set seed=1 instead"),
     "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
-    "two sections": ({"baseline": "none", "resample_rounds": 2}, "set resample_rounds=0, or baseline=group_mean"),
     "a server": ({"rollout_engine": "server"}, "^rollout_engine is server, but rollout_server_url is null"),
     "a word": ({"rollout_engine": "sglang"}, "^rollout_engine: is 'sglang'; input should be 'auto', 'native', 'gen"),
     "a bound": ({"missing_eos_penalty": -1.0}, "^missing_eos_penalty: is -1.0; input should be greater than 0"),
@@ -109,12 +108,12 @@ def test_every_key_of_a_file_arrives(tmp_path):
     run = RunConfig.model_validate(
         MINIMAL
         | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_reward_failure_share": 0.25}}
-        | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
+        | {"rollout": {"engine": "generate", "rows": 5, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for
     config = RLOOConfig(**training_arguments(run, policy, tmp_path))
-    chosen |= {"max_reward_failure_share": 0.25, "rollout_engine": "generate", "rollout_rows": 5, "resample_rounds": 2}
+    chosen |= {"max_reward_failure_share": 0.25, "rollout_engine": "generate", "rollout_rows": 5}
     own_folder = "/shared/adapters/this"  # runs share the one of the file, and each clears up its own
     chosen |= {"rollout_server_url": "https://node1:8000", "rollout_server_adapters": own_folder}
     assert {name: getattr(config, name) for name in chosen} == chosen
@@ -157,7 +156,7 @@ def test_values_are_read_as_a_files_are(tmp_path):
     assert (config.tokens_per_pass, config.max_reward_failure_share) == (4096, 0.1)
     for wrong in (
         {"tokens_per_pass": True},
-        {"resample_rounds": 1.5},
+        {"rollout_rows": 1.5},
         {"missing_eos_penalty": float("nan")},
         {"baseline": None},
     ):

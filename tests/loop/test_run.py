@@ -347,13 +347,11 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_trains_on_drops_its_last_results(start, monkeypatch):
+def test_a_run_that_trains_on_drops_its_last_results(start):
     """Two steps were evaluated, two more trained: the report showed the first two's accuracy. `seconds` began at 0 with
     every resume, so a run of three nights seemed to have taken one."""
-    joules = iter(range(0, 10**6, 3600))
-    monkeypatch.setattr("rloo_kit.loop.callbacks.read_energy", lambda: float(next(joules)))
     first = start("rloo.max_steps=1")
-    folder, used = first.folder, status(first.folder)["energy_wh"]
+    folder = first.folder
     (folder / "after.json").write_text("{}")
     (folder / "report.html").write_text("old")
     assert start("rloo.max_steps=1", resume=True).steps == 1 and (folder / "after.json").exists()
@@ -361,7 +359,6 @@ def test_a_run_that_trains_on_drops_its_last_results(start, monkeypatch):
     assert again.steps == 2 and not (folder / "after.json").exists() and not (folder / "report.html").exists()
     seconds = [row["seconds"] for row in again.metrics]
     assert seconds == sorted(seconds) and again.seconds >= seconds[-1] > first.metrics[-1]["seconds"]
-    assert used >= 1.0 and status(folder)["energy_wh"] > used
 
 
 @pytest.mark.slow

@@ -77,18 +77,10 @@ def test_a_rollout_for_two_steps_is_counted_once(start, clock):
     assert [row["time/rollout_s"] for row in rows] == [3, 0, 3, 0] and "time/tokens_per_s" not in rows[1]
 
 
-def test_resampling_and_evaluations_are_their_own(start, clock):
-    """All of the drawing of fresh prompts is the rollout's; an evaluation also samples, but for no step. The run's time
-    is the sum of the parts."""
-
-    def tied(completion_ids, **columns):
-        return [0.0 * value for value in clock.reward(completion_ids, **columns)]
-
-    words = ("rloo.max_steps=4", "rollout.resample_rounds=1", *EVERY_TWO)
-    rows = start(*words, rewards=[tied]).metrics
-    rollout, reward, gradient, evaluation = totals(rows)
-    assert (rollout, reward, gradient) == (8 * SAMPLING, 8 * REWARD, 4 * GRADIENT)
-    assert evaluation == 3 * (SAMPLING + REWARD) and clock.samplings == 8 + 3
+def test_evaluations_are_their_own(start, clock):
+    """An evaluation also samples, but for no step. The run's time is the sum of the parts."""
+    rows = start("rloo.max_steps=4", *EVERY_TWO, rewards=[clock.reward]).metrics
+    assert totals(rows) == [4 * SAMPLING, 4 * REWARD, 4 * GRADIENT, 3 * (SAMPLING + REWARD)] and clock.samplings == 7
     found = split_time(rows)
     assert sum(found.seconds.values()) == rows[-1]["seconds"] / 4 and found.seconds["the rest"] == 0.0
 

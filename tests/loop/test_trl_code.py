@@ -466,16 +466,8 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any]
     "fewer prompts than a batch": (
         lambda m, _: {"train_dataset": Dataset.from_dict({"prompt": ["0+1="]})},
         {"per_device_train_batch_size": 8}, "per_device_train_batch_size"),
-    # of a stream: before the model is loaded
-    "epochs of a stream": (
-        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"max_steps": -1},
-        "max_steps is not set.*set max_steps="),
-    "resampling from a stream": (
-        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {"resample_rounds": 2},
-        "resample_rounds is 2.*set resample_rounds=0, or load the data whole"),
-    "a stream that fills no rollout": (
-        lambda m, _: {"train_dataset": stream(1)}, {"per_device_train_batch_size": 8},
-        "has 1 prompt, but a rollout needs 2.*lower per_device_train_batch_size"),
+    "a stream": (  # before the model is loaded
+        lambda m, _: {"train_dataset": stream(5), "model": "no/such-model"}, {}, "a stream, .*: load the data whole"),
     "a reference that cannot follow": (
         lambda m, _: {"model": m, "peft_config": lora()}, {"beta": 0.1, "sync_ref_model": True}, "sync_ref_model=Fals"),
     "two active": (lambda m, _: {"model": several(m, "default", "other")}, {}, "default, other: merge"),
