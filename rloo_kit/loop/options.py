@@ -23,7 +23,7 @@ from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from rloo_kit.collective import gather_objects
-from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
+from rloo_kit.config.checks import WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, explain_gone, translate_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
@@ -86,25 +86,10 @@ _fields: dict[str, Any] = {
 }
 _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
 
-# Entries of TRL's `generation_kwargs`, which the kit's engines do not read: values that leave the distribution as it
-# is, names that concern neither the sampled tokens nor the end of a completion, and options that say the same.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "n", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("min_p", "no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), ([],)),
-    **dict.fromkeys(("sequence_bias", "logit_bias"), ({},)),
-    "top_k": (0, -1), "do_sample": (True,), "remove_invalid_values": (False,), "logits_processors": ([],),
-}  # fmt: skip
-_HARMLESS = (
-    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
-    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id", "renormalize_logits",
-    "length_penalty", "early_stopping",
-)  # fmt: skip
+# The option that says what an entry of TRL's `generation_kwargs` says, which the kit's engines do not read.
 _INSTEAD = {
-    "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
+    **{name: name for name in ("temperature", "top_p", "top_k", "seed")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
     **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), "tokenizer.eos_token"),
 }  # fmt: skip
 
@@ -224,12 +209,9 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
         return [*problems, f"generation_kwargs is {given!r}; it is a dict of names and values, or None"]
     for name, value in given.items():
         instead = _INSTEAD.get(name)
-        says_the_same = instead is not None and values.get(instead) == value
-        if value is None or name in _HARMLESS or says_the_same or value in _NEUTRAL.get(name, ()):
+        if value is None or (instead is not None and values.get(instead) == value):
             continue
         fix = "Remove it" if instead is None else f"Set {instead}={value!r} instead"
-        if name in SAMPLING_FILTERS:
-            fix = f"Remove it, or set {name}={value!r} with accept_truncated_sampling=True"
         problems.append(f"generation_kwargs has {name}={value!r}, which the kit's engines do not read. {fix}")
     return problems
 
