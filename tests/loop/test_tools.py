@@ -7,10 +7,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from rloo_kit.completion import split_turns
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from tests.episodes import END, TEMPLATE, THINK_END, Scripted, add, call, with_tools
+from tests.episodes import TEMPLATE, THINK_END, Scripted, add, call, with_tools
 from tests.loop.conftest import with_adapter
 
 SCRIPT = [
@@ -144,62 +143,6 @@ def test_ids_are_the_sampled_ones_and_only_the_result_is_rendered(make_tiny_mode
     assert found[3].episode.count("invalid") == 1 and all(done.ended for done in found)
     prompt = tiny_tokenizer.decode(found[0].prompt_ids)
     assert prompt == "2+3=", "a rendered prompt stays as it is"
-
-
-def test_masks_are_those_of_grpo(make_tiny_model, tiny_tokenizer, tmp_path):
-    """The `tool_mask` of TRL's GRPOTrainer on the same completions, whose code users bring along."""
-    import trl
-    from trl.chat_template_utils import qwen3_template
-
-    tokenizer = with_tools(tiny_tokenizer)
-    tokenizer.response_template = qwen3_template
-    messages = [[{"role": "user", "content": text}] for text in ("2+3=", "20+3+1=")]
-    data = Dataset.from_dict({"prompt": messages})
-    script = SCRIPT[:3] + [["x" + call("no_such_tool"), "</think>\n\n3"]]
-    turns = [[[*tokenizer(turn)["input_ids"], END] for turn in one] for one in script]
-    config = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4,
-        per_device_train_batch_size=8, max_completion_length=300, disable_tqdm=True,
-    )  # fmt: skip
-    stock = trl.GRPOTrainer(
-        model=make_tiny_model(), reward_funcs=lambda **_: [0.0] * 8, args=config, train_dataset=data,
-        processing_class=tokenizer, tools=[add],
-    )  # fmt: skip
-    asked: dict[int, int] = {}
-
-    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> Any:
-        rows = range(8) if not asked else [row for row in range(8) if asked[row] < len(turns[row % 4])]
-        for row in rows:
-            asked[row] = asked.get(row, 0) + 1
-        assert len(prompts) == len(rows)
-        return [list(turns[row % 4][asked[row] - 1]) for row in rows], None
-
-    stock._generate_single_turn = sample
-    stock._sync_tool_dicts, stock._async_tool_dicts = [{"add": add}] * 8, [{}] * 8
-    prompts = [prompt for prompt in messages for _ in range(4)]
-    prompt_ids, completion_ids, masks, texts, *_ = stock._generate(prompts)
-
-    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, script)
-    trainer.train_dataset = data
-    batch, _, _ = first_step(trainer)
-    found = batch.judged.completions
-    assert [done.prompt_ids for done in found] == prompt_ids, "the tools are in the prompt"
-    other = [row for row in range(8) if row % 4 == 3]  # the error of an unknown tool has other words
-    own = [[int(value) for value in mask] for mask in batch.mask]
-    for row in range(8):
-        if row not in other:
-            assert (found[row].ids, own[row]) == (completion_ids[row], masks[row])
-            assert [one["content"] for one in found[row].text] == [one["content"] for one in texts[row]]
-        else:
-            turns_of = [split_turns(ids, spans_of(mask)) for ids, mask in
-                        ((found[row].ids, own[row]), (completion_ids[row], masks[row]))]  # fmt: skip
-            assert turns_of[0] == turns_of[1]
-
-
-def spans_of(mask: list[int]) -> list[tuple[int, int]]:
-    """The runs of 0 in a mask."""
-    edges = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
-    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def test_a_budget_holds_in_each_turn(make_tiny_model, tiny_tokenizer, tmp_path):
