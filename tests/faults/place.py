@@ -39,8 +39,6 @@ def by_text(completion_ids, **_):
     (folder / "calls").open("a").write("x")
     calls = (folder / "calls").stat().st_size
     time.sleep(float((folder / "slow").read_text()) if (folder / "slow").exists() else 0.0)
-    if (folder / "raise_at").exists() and calls >= int((folder / "raise_at").read_text()):
-        raise RuntimeError("the judge is down")
     return [sum(ids) % 17 / 17 for ids in completion_ids]
 """
 

@@ -161,22 +161,3 @@ def test_copies_with_a_change(tmp_path):
     assert (again.kl_form, again.thinking_budget) == ("per_token", 8)
     with pytest.raises(ConfigError, match="set ratio_form=per_token"):
         dataclasses.replace(config, ratio_form="sum", generation_batch_size=None)
-
-
-def test_flags_of_scripts(tmp_path, capsys):
-    """Types of the schema become flags: choices, numbers that may be unset, a switch."""
-    from transformers import HfArgumentParser
-
-    parser = HfArgumentParser(RLOOConfig)
-
-    def parse(*flags):
-        (config,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *flags])
-        return config
-
-    config = parse("--ratio_form", "per_token", "--rollout_rows", "5", "--normalize_rewards")
-    assert (config.ratio_form, config.rollout_rows, config.normalize_rewards) == ("per_token", 5, True)
-    assert parse().normalize_rewards is False
-    assert "completions generated at once; None: set by the memory plan" in " ".join(parser.format_help().split())
-    with pytest.raises(SystemExit):
-        parse("--ratio_form", "token")
-    assert "per_token" in capsys.readouterr().err

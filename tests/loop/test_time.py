@@ -3,7 +3,6 @@
 The clock stands still but for what the tests let sampling, rewards and gradients take.
 """
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -83,21 +82,6 @@ def test_evaluations_are_their_own(start, clock):
     assert totals(rows) == [4 * SAMPLING, 4 * REWARD, 4 * GRADIENT, 3 * (SAMPLING + REWARD)] and clock.samplings == 7
     found = split_time(rows)
     assert sum(found.seconds.values()) == rows[-1]["seconds"] / 4 and found.seconds["the rest"] == 0.0
-
-
-def test_a_sleeping_reward_is_slow_by_itself(start):
-    """The real clock: the parts are within the run's time, and a reward's sleep is in its own part alone."""
-
-    def sleeping(completion_ids, **columns):
-        time.sleep(0.2)
-        return by_ids(completion_ids, **columns)
-
-    result = start("rloo.max_steps=2", rewards=[sleeping])
-    assert all(row["time/reward_s"] >= 0.2 for row in result.metrics)
-    assert all(row[f"time/{part}_s"] > 0 for row in result.metrics for part in PARTS[:3])
-    assert sum(totals(result.metrics)) <= result.metrics[-1]["seconds"] + 1e-3
-    found = split_time(result.metrics)
-    assert found.seconds["rewards"] >= 0.2 and "ms a token step" in str(found)
 
 
 def test_an_engine_that_does_not_count_has_no_token_steps(make_trainer):
