@@ -64,7 +64,7 @@ def measure(model: str, recipe: str, seed: int | None) -> dict[str, Any] | None:
     if trained and not (folder / "minutes").is_file():
         return None
     alike = [*NO_BUDGET, f"rloo.max_completion_length={LONGEST[model]}", f"eval.thinking_budgets={BUDGETS[model]}"]
-    run = load(model, "shorter_measured", *alike, f"eval.answer_budget={ANSWER}", *trained)
+    run = load(model, "shorter_measured", *alike, *trained)
     policy = kit.load_policy(run)
     found = kit.evaluate(run, policy, kit.load_data(run, policy.tokenizer).test)
     row: dict[str, Any] = {"model": model, "recipe": recipe, "seed": seed, "prompts": found.num_prompts}

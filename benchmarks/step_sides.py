@@ -131,7 +131,7 @@ def build_side(name: str, workload: Workload) -> Side:
 
     from rloo_kit.models.embedded import build_tokenizer
 
-    tokenizer = build_tokenizer("thinking", "qwen3" if workload.vocabulary > 2048 else "compact")  # one token a byte
+    tokenizer = build_tokenizer("thinking")  # one token a byte
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -20,7 +20,6 @@ model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj]}}, max_
 data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
 rewards: [{{name: length_reward}}]
 rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 4, beta: 0.0}}
-eval: {{num_completions: 1}}
 """
 
 
@@ -193,10 +192,10 @@ def test_an_interrupted_run_exits_130_and_goes_on_with_the_command_it_names(conf
 def test_a_run_without_signal_exits_2_with_the_key_to_change(config_file, tmp_path):
     """With health.stop a job must end as a failure, or the batch that started it goes on."""
     (tmp_path / "flat.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
-    words = ["rewards.0.name=flat:reward", "health.stop=[no_signal]", "rloo.max_steps=5"]
+    words = ["rewards.0.name=flat:reward", "health.stop=[no_signal]", "rloo.max_steps=6"]
     code, _, errors = call("train", config_file, *words, "run.evaluate=false")
     keys = ("health.stop=[no_signal]", "rloo.max_completion_length (currently 4)", "--resume")
-    assert code == 2 and "step 5 of 5" in errors and all(key in errors for key in keys)
+    assert code == 2 and "step 5 of 6" in errors and all(key in errors for key in keys)
 
 
 def test_the_last_lines_repeat_what_was_wrong(config_file, tmp_path):
@@ -241,10 +240,10 @@ def test_supervised_training_to_the_end_and_on_with_rloo(config_file, tmp_path):
     """Each figure that is decided by, in the order of the work, and a last line that can be pasted."""
     rows = [{"prompt": f"add {n}", "answer": str(n), "completion": f"{n}</think>\n\n{n}"} for n in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sft = ("sft", config_file, "sft.max_steps=1", "sft.signal_prompts=2")
+    sft = ("sft", config_file, "sft.max_steps=1")
     code, out, err = call(*sft)
     assert code == 0, err
-    order = [out.index(part) for part in ("data: ", "sft: ", "sft step 1/1", "signal: of 2 training prompts", "next: ")]
+    order = [out.index(part) for part in ("data: ", "sft: ", "sft step 1/1", "signal: of 8 training prompts", "next: ")]
     assert order == sorted(order) and "after supervised training: " in out
     folder = tmp_path / "outputs" / "tiny-sft"
     assert {path.name for path in folder.iterdir()} >= {"before.json", "after.json", "adapter", "status.json"}

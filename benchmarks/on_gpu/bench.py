@@ -200,7 +200,6 @@ def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from rloo_kit.data.light_tokenizer import ROWS
     from rloo_kit.models.embedded import build_tokenizer
 
     usual = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
@@ -221,7 +220,7 @@ def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, str(config.dtype).split(".")[-1]))
     model.save_pretrained(folder)
-    build_tokenizer("thinking", "qwen3" if shape.vocab_size >= ROWS["qwen3"] else "compact").save_pretrained(folder)
+    build_tokenizer("thinking").save_pretrained(folder)
 
 
 def _set_end(folder: Path, length: int) -> None:

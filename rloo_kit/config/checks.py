@@ -368,14 +368,12 @@ def find_test_problem(source: str | None, test_source: str | None, split: str, t
 
 def find_gym_problem(sources: list[str], section: Any) -> str | None:
     """Why `sources` do not take the keys of `section` (data, or one source of a mix); None if they do."""
-    options, level = section.options, section.curriculum_level
     are_tasks = [source.startswith(GYM_PREFIX) for source in sources]
     names = "subset", "split", "prompt_column", "answer_column", "answer_after"
     defaults = {name: type(section).model_fields[name].default for name in names}
     columns = [f"{name}={value}" for name, value in section if name in names and value != defaults[name]]
-    if (options is not None or level is not None) and not any(are_tasks):
-        written = "curriculum_level" if options is None else "options"
-        return f"{written} is set, but {', '.join(sources)} is not a {GYM_PREFIX}... task; remove it"
+    if section.options is not None and not any(are_tasks):
+        return f"options is set, but {', '.join(sources)} is not a {GYM_PREFIX}... task; remove it"
     if columns and all(are_tasks):
         return (
             f"{', '.join(columns)}: {', '.join(sources)} generates its rows and has neither splits nor columns; remove "

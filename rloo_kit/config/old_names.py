@@ -125,8 +125,23 @@ _DTYPE = "the machine decides, and model.dtype: float16 trains in float16, float
 
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
+    **{f"data.{place}curriculum_level": Gone(None, "set its values in options") for place in ("", "sources.")},
+    "sft.signal_prompts": Gone(64, "the first 64 training prompts are sampled afterwards"),
+    "sft.warmup_steps": Gone(0.05, "the learning rate rises over a twentieth of the run"),
+    "sft.max_length": Gone(None, "rows of more than model.max_seq_length tokens are left out"),
+    "reward_model.max_length": Gone(None, "pairs of more than model.max_seq_length tokens are left out"),
+    "data.too_long": Gone("drop", "longer prompts are left out, and a printed line has their number"),
+    "data.seed": Gone(0, "the split is the same in all runs, and run.seed orders the prompts"),
+    "rollout.vllm.max_num_seqs": Gone(None, "set rollout.rows={value}"),
+    "eval.answer_budget": Gone(32, "a forced answer has rloo.answer_budget tokens, else 32"),
+    "eval.num_completions": Gone(10, "ten completions are shown, and the report has all"),
+    "eval.save_best": Gone(True, "checkpoints/ has the last weights, adapter/ those of the best evaluation"),
     "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
     **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
+    "model.vocabulary": Gone("compact", "an embedded model has one vocabulary"),
+    "model.build_seed": Gone(0, "an embedded model is always built from the same seed"),
+    "model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
+    "reward_model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
     "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),
     "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
     "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),

@@ -46,6 +46,7 @@ Keys = dict[str, Any]  # keys of a section, as in the file
 PROMPT_SHARE = 4  # a prompt gets 1 / PROMPT_SHARE of model.max_seq_length
 LEAST_TO_THINK = 64  # tokens of a completion below which no thinking budget is proposed
 ANSWER_SHARE, ANSWER = 4, 512  # a forced answer gets 1 / ANSWER_SHARE of a completion, at most ANSWER tokens
+FORCED_ANSWER = 32  # tokens after a close that only an evaluation forces, without rloo.answer_budget
 THINKING_LENGTH, EMBEDDED_LENGTH = 6144, 160  # model.max_seq_length by kind of model
 
 
@@ -92,6 +93,11 @@ class RunConfig(Section):
     def reward_weights(self) -> dict[str, float]:
         """The weight of each reward, by the name it is logged under."""
         return {entry.name.rpartition(":")[2]: entry.weight for entry in self.rewards}
+
+    @property
+    def forced_answer(self) -> int:
+        """Tokens for the answer after a close that only an evaluation forces."""
+        return self.rloo.answer_budget or FORCED_ANSWER
 
     def check(self) -> None:
         """Check across sections, which an assignment does not; raises ConfigError on contradictions."""
@@ -243,16 +249,10 @@ class RunConfig(Section):
                 f"there are {count_processes()} processes, but vLLM in the trainer's process (rollout.engine=vllm) is "
                 "for one; set rollout.engine=server, or start one process"
             )
-        rollout = self.rollout
-        if rollout.server_url is not None:
+        if self.rollout.server_url is not None:
             problems.append(
-                f"rollout.server_url is {rollout.server_url}, but vLLM would sample in the trainer's process; set "
+                f"rollout.server_url is {self.rollout.server_url}, but vLLM would sample in the trainer's process; set "
                 "rollout.engine=server or rollout.server_url=null"
-            )
-        if rollout.rows is not None and rollout.vllm.max_num_seqs not in (None, rollout.rows):
-            problems.append(
-                f"rollout.rows is {rollout.rows} and rollout.vllm.max_num_seqs is {rollout.vllm.max_num_seqs}, but "
-                "both are the completions that vLLM samples at once; set one of them, rollout.vllm.max_num_seqs=null"
             )
         return problems
 
@@ -352,7 +352,7 @@ def _fill_lengths(model: Keys, data: Keys, rloo: Keys, evaluated: Keys) -> None:
     least = (thinking + closing if thinking else 0) + (answer or 1)  # of a completion, for its budgets
     longest = max(int(budget) for budget in evaluated.get("thinking_budgets") or [0])
     if longest:
-        longest += closing + (_number(evaluated, "answer_budget") or EvalSection.model_fields["answer_budget"].default)
+        longest += closing + (answer or FORCED_ANSWER)
     needed = max(completion or least, longest, _number(evaluated, "max_completion_length") or 0)
 
     is_embedded, thinks = str(model.get("name")).startswith(EMBEDDED_PREFIX), thinks_by_keys(model)

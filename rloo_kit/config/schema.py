@@ -81,7 +81,6 @@ class LoraSection(Section):
     prefix: ClassVar[str] = "model.lora."
     r: Count = key(16, "rank")
     alpha: float = key(16, "scale: the update is multiplied by alpha / r", gt=0)
-    dropout: float = key(0.0, "dropout on the adapter's input; 0 keeps log-probs exact", ge=0.0, lt=1.0)
     target_modules: list[str] | None = key(
         None, "layers with an adapter; null: all linear layers of the blocks", min_length=1
     )
@@ -113,8 +112,6 @@ class ModelSection(Section):
         False, "recompute activations to save memory; unsloth also offloads them"
     )
     lora: LoraSection | None = Field(default_factory=LoraSection, description="adapter; null trains every parameter")
-    vocabulary: Literal["compact", "qwen3"] = key("compact", "embedded models only: rows of the embedding")
-    build_seed: int = key(0, "embedded models only: seed of the cold start", ge=0, lt=2**32)
 
     @property
     def is_embedded(self) -> bool:
@@ -146,8 +143,7 @@ class SourceSection(Section):
     prompt_column: str | None = key(None, "null: data.prompt_column", min_length=1)
     answer_column: str | None = key(None, "null: data.answer_column", min_length=1)
     answer_after: str | None = key(None, "null: data.answer_after", min_length=1)
-    options: dict[str, JsonValue] | None = key(None, "null, without curriculum_level: data.options")
-    curriculum_level: int | None = key(None, "null, without options: data.curriculum_level", ge=0)
+    options: dict[str, JsonValue] | None = key(None, "null: data.options")
 
     @model_validator(mode="after")
     def _check_options(self) -> "SourceSection":
@@ -177,10 +173,6 @@ class DataSection(Section):
         None, "the gold answer is the text after the last such marker, such as ####", min_length=1
     )
     options: dict[str, JsonValue] | None = key(None, "reasoning_gym only: the task's options, such as {min_terms: 2}")
-    curriculum_level: int | None = key(
-        None, "reasoning_gym only: level of the curriculum, 0 the easiest; null: the library's defaults",
-        ge=0,
-    )  # fmt: skip
     system_prompt: str | None = key(None, "system message of every prompt that has none")
     num_prompts: Count | None = key(
         None, "most prompts to read, held-out ones included unless read separately; null: all"
@@ -189,10 +181,10 @@ class DataSection(Section):
         0.1, "held-out prompts: a count, or a share below 1; if read separately, a count, below 1 all", ge=0
     )
     max_prompt_length: Count = key(
-        512, "tokens of a prompt, template included", follows="a quarter of model.max_seq_length"
+        512,
+        "tokens of a prompt, template included; longer ones are left out",
+        follows="a quarter of model.max_seq_length",
     )
-    too_long: Literal["drop", "refuse"] = key("drop", "drop or refuse longer prompts")
-    seed: int = key(0, "seed of the split", ge=0, lt=2**32)
 
     @property
     def all_sources(self) -> list[str]:
@@ -415,7 +407,6 @@ class VllmSection(Section):
         None, "share of GPU memory for vLLM while it samples, weights included; null: by the memory plan", gt=0, lt=1
     )
     float8_kv_cache: bool = key(False, "8-bit KV cache; compute capability 8.0 or later")
-    max_num_seqs: Count | None = key(None, "completions at once; rollout.rows sets the same")
     enforce_eager: bool = key(False, "no CUDA graphs: slower, and about a GiB less")
 
 
@@ -476,10 +467,12 @@ class EvalSection(Section):
     pass_at_k: list[Count] = key([], "report pass@k for these k")
     max_completion_length: Count | None = key(None, "null: rloo.max_completion_length")
     batch_size: Count = key(128, "completions generated at once")
-    thinking_budgets: list[Count] = key([], "also measure accuracy with thinking closed after these tokens")
-    answer_budget: Count = key(32, "tokens left for the answer after a forced close")
-    num_completions: int = key(10, "completions to show; the report keeps more (0: none)", ge=0)
-    every_steps: int = key(0, "steps between evaluations during training; 0: none", ge=0)
+    thinking_budgets: list[Count] = key(
+        [], "also measure accuracy with thinking closed after these tokens, and rloo.answer_budget (else 32) after it"
+    )
+    every_steps: int = key(
+        0, "steps between evaluations during training, whose best weights are kept as adapter/; 0: none", ge=0
+    )
     every_prompts: Count = key(64, "prompts of an evaluation during training, the same each time")
     judge: JudgeSection | None = key(None, "measure the win rate, before and after training; see below")
     measure: str = key(
@@ -487,17 +480,12 @@ class EvalSection(Section):
         "reward compares answers, else reward",
         min_length=1,
     )  # fmt: skip
-    save_best: bool = key(True, "keep the weights of the best evaluation in best/, and as adapter/ at the end")
     patience: Count | None = key(None, "stop after so many evaluations in a row without a new best; null: never")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "EvalSection":
         if self.patience is not None and not self.every_steps:
             raise ValueError(f"patience is {self.patience}, but eval.every_steps is 0; raise it, or eval.patience=null")
-        if self.judge is not None and not self.num_completions:
-            raise ValueError(
-                "judge is set, but num_completions is 0, and it reads what is kept; eval.num_completions=10"
-            )
         if self.pass_at_k and max(self.pass_at_k) > self.num_samples:
             raise ValueError(
                 f"pass_at_k asks for {max(self.pass_at_k)} completions of a prompt, num_samples gives "

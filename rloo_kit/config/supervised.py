@@ -26,22 +26,14 @@ class SftSection(Section):
         None, "column with the thinking; null: in the demonstration, closed by </think>", min_length=1
     )
     num_prompts: Count | None = key(None, "demonstrations to draw; null: all")
-    max_length: Count | None = key(
-        None, "longer rows, prompt and demonstration together, are left out; null: model.max_seq_length"
-    )
     max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
     num_train_epochs: float = key(1.0, "passes over the demonstrations, when max_steps is null", gt=0)
     learning_rate: float = key(
         LORA_SFT_RATE, "peak learning rate; decays linearly to 0", gt=0,
         follows=f"{FULL_SFT_RATE:g} with model.lora: null",
     )  # fmt: skip
-    warmup_steps: float = key(0.05, "optimizer steps of warm-up; below 1, a share of the run", ge=0)
     per_device_train_batch_size: Count = key(4, "demonstrations of one micro-step")
     gradient_accumulation_steps: Count = key(4, "micro-steps of one optimizer step")
-    signal_prompts: int = key(
-        64, "training prompts that are sampled afterwards, to check that RLOO has a signal; 0: none",
-        ge=0,
-    )  # fmt: skip
 
     @model_validator(mode="after")
     def _check_columns(self) -> "SftSection":
@@ -69,7 +61,6 @@ class RewardModelSection(Section):
     model: Named | None = key(None, "the model to start from; null: model.name")
     num_pairs: Count | None = key(None, "pairs to draw, held-out ones included; null: all")
     test_size: int | float = key(0.1, "prompts whose pairs are held out: a count, or a share below 1", gt=0)
-    max_length: Count | None = key(None, "tokens; longer pairs are left out; null: model.max_seq_length")
     max_steps: Count | None = key(None, "optimizer steps; wins over num_train_epochs")
     num_train_epochs: float = key(1.0, "passes over the pairs, when max_steps is null", gt=0)
     learning_rate: float | None = key(None, "peak learning rate, decays linearly; null: 1e-4, 1e-5 without lora", gt=0)

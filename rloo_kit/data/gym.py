@@ -26,9 +26,10 @@ from rloo_kit.system.versions import is_importable
 _TASKS = json.loads(Path(__file__).with_name("gym_tasks.json").read_text(encoding="utf-8"))
 SOUND: tuple[str, ...] = tuple(_TASKS["offered"])
 REFUSED: dict[str, str] = _TASKS["refused"]
-GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, level, and the library's entry
+GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, and the library's entry
 GYM_TEST_PROMPTS = 200  # if data.test_size is a share
 MOST_PROMPTS = 100_000
+FIRST_SEED = random.Random("reasoning-gym-0").randrange(2**31)  # of the test source, whose number is 0
 BLOCK = 2**20  # seeds reserved for each source of a run
 MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
 LEAST_AT_ONCE = 64
@@ -38,7 +39,7 @@ BUILD_LIMIT_S = 20.0  # to make a dataset
 ROW_LIMIT_S = 5.0  # to draw one question: some tasks hang at one seed in thousands
 MOST_LATE, LATE_PER = 2, 500  # questions that may take longer and are left out: 2, and one more for each 500 drawn
 MEMORY_LIMIT = 8 * 2**30  # bytes of address space: options may ask for all the memory there is
-SET_ELSEWHERE = {"seed": "data.seed", "size": "data.num_prompts"}
+NOT_SET = {"seed": "remove it; the kit draws from seeds of its own", "size": "set data.num_prompts instead"}
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
 
 
@@ -63,46 +64,36 @@ def require_library(key: str) -> None:
         raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
 
 
-def first_seed(seed: int, number: int) -> int:
-    """The first of the BLOCK seeds of source `number` of a run with `data.seed`; 0 is the test source.
-
-    Blocks do not overlap. Seeds are below 2**32, numpy's limit.
-    """
-    return random.Random(f"reasoning-gym-{seed}").randrange(2**31) + number * BLOCK
-
-
 def read_gym(part: Part, start: int) -> DataSource:
-    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on
-    (`first_seed`), with different questions; if the task has fewer, all and a note, or with `count_key` an error.
-    Raises DataError for a task that does not exist or is refused, for options or a level that it does not have, and if
-    rows cannot be drawn; SetupError without the library."""
-    source, key, count, count_key, level = part.source, part.key, part.count, part.count_key, part.level
+    """`part.count` rows (at most MOST_PROMPTS) of the task reasoning_gym/TASK, drawn from the seed `start` on,
+    with different questions; if the task has fewer, all and a note, or with `count_key` an error.
+    Raises DataError for a task that does not exist or is refused, for options that it does not have, and if rows
+    cannot be drawn; SetupError without the library."""
+    source, key, count, count_key = part.source, part.key, part.count, part.count_key
     task, options = source.removeprefix(GYM_PREFIX), part.options or {}
     check_task(task, key)
     require_library(f"{key}: {source}")
     if count > MOST_PROMPTS:
         wanted = count_key or "data.num_prompts"
         raise DataError(f"{wanted} asks for {count} prompts of {source}; at most {MOST_PROMPTS} are drawn: lower it")
-    blamed = part.options_key if options or level is None else _level_key(part.options_key)
     try:
-        entries, drawn, left_out = _draw(task, json.dumps(options), level, part.options_key, start, count)
+        entries, drawn, left_out = _draw(task, json.dumps(options), part.options_key, start, count)
     except LateError:
-        settings = options or ("its defaults" if level is None else f"the values of level {level}")
         limits = f"{BUILD_LIMIT_S:g} s to set up or more than {ROW_LIMIT_S:g} s to draw one question"
-        fix = "set smaller values, or a wider range"
-        raise DataError(f"{blamed}: {source} took more than {limits} with {settings}; {fix}") from None
+        found = f"{part.options_key}: {source} took more than {limits} with {options or 'its defaults'}"
+        raise DataError(f"{found}; set smaller values, or a wider range") from None
     except RewardError as error:
         raise DataError(f"{key}: {source} cannot be drawn: {error}. If the library is broken, {INSTALL}") from None
     few = f"{source} gave {len(entries)} different questions in {drawn} draws; {count} were requested"
     notes = [f"{source}: {number} questions {why} are left out" for why, number in left_out.items() if number]
     if len(entries) < count:
         if not entries:
-            raise DataError(f"{key}: {'; '.join([few, *notes])}. Set another {blamed}")
+            raise DataError(f"{key}: {'; '.join([few, *notes])}. Set another {part.options_key}")
         if count_key:
-            fix = f"Set {count_key}={len(entries)} or lower, or another {blamed}"
+            fix = f"Set {count_key}={len(entries)} or lower, or another {part.options_key}"
             raise DataError(f"{'; '.join([few, *notes])}. {fix}")
         notes.insert(0, few)
-    asked = {"task": task, "options": options, "level": level}
+    asked = {"task": task, "options": options}
     return DataSource(
         name=source,
         prompts=[entry["question"] for entry in entries],
@@ -115,7 +106,7 @@ def read_gym(part: Part, start: int) -> DataSource:
 
 
 def _draw(
-    task: str, options: str, level: int | None, options_key: str, start: int, count: int
+    task: str, options: str, options_key: str, start: int, count: int
 ) -> tuple[list[dict[str, Any]], int, dict[str, int]]:
     """`count` entries with different questions, fewer if the task has no more; how many were drawn; how many of those
     were left out, by the reason.
@@ -130,7 +121,7 @@ def _draw(
     with closing(Worker("its process", worker_environment() | {"PYTHONHASHSEED": "0"})) as worker:
         while len(entries) < count and dry < DRY:
             size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
-            dataset = task, options, level, options_key, start + drawn, size
+            dataset = task, options, options_key, start + drawn, size
             for index in range(size):
                 if index == 0 or not worker.running:
                     worker.call(load_library, True, timeout_s=LOAD_LIMIT_S)
@@ -166,39 +157,28 @@ def load_library(limit_memory: bool = False) -> None:
     importlib.import_module("reasoning_gym.factory")
 
 
-def make_dataset(
-    task: str, options: dict[str, Any], level: int | None, options_key: str = "data.options", **where: int
-) -> Any:
-    """A dataset of the library for a task; `options` override those of its curriculum at `level`, which override its
-    defaults; `where`: `seed` and `size`. Raises DataError for an option that the task does not have or refuses, and
-    for a level that its curriculum does not have or whose values the task refuses."""
+def make_dataset(task: str, options: dict[str, Any], options_key: str = "data.options", **where: int) -> Any:
+    """A dataset of the library for a task; `options` override its defaults; `where`: `seed` and `size`. Raises
+    DataError for an option that the task does not have or refuses."""
     from reasoning_gym.factory import DATASETS
 
     source, (make, config) = f"{GYM_PREFIX}{task}", DATASETS[task]
-    defaults = {name: value for name, value in vars(config()).items() if name not in SET_ELSEWHERE}
+    defaults = {name: value for name, value in vars(config()).items() if name not in NOT_SET}
     types = {field.name: str(field.type) for field in fields(config)}
     has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
     chosen = {}
     for name, value in options.items():
-        if name in SET_ELSEWHERE:
-            raise DataError(f"{options_key}.{name}: set {SET_ELSEWHERE[name]} instead")
+        if name in NOT_SET:
+            raise DataError(f"{options_key}.{name}: {NOT_SET[name]}")
         if name not in defaults:
             raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
         _check_type(f"{options_key}.{name}", types[name], defaults[name], value)
         chosen[name] = tuple(value) if isinstance(defaults[name], tuple) else value
-    values = {} if level is None else _read_level(task, level, options_key)
     try:
-        return make(config=config(**values | chosen | where))
+        return make(config=config(**chosen | where))
     except Exception as error:  # a task's own checks may raise anything
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
-    if values:
-        try:
-            make(config=config(**values | where))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            problem = f"{_level_key(options_key)} is {level}, and {source} refuses the values of that level ({reason})"
-            raise DataError(f"{problem}; set another, or {options_key} instead") from None
-    raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({reason}); {has}")
+        raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({reason}); {has}") from None
 
 
 def _check_type(key: str, declared: str, default: Any, value: Any) -> None:
@@ -214,39 +194,19 @@ def _check_type(key: str, declared: str, default: Any, value: Any) -> None:
         raise DataError(f"{key} is {excerpt(value)}; it takes {words[kind]}, and its default is {excerpt(default)}")
 
 
-def _level_key(options_key: str) -> str:
-    return options_key.removesuffix("options") + "curriculum_level"
-
-
-def _read_level(task: str, level: int, options_key: str) -> dict[str, Any]:
-    """The options of a level of the task's curriculum; DataError if it has no such level."""
-    from reasoning_gym.factory import CURRICULA, create_curriculum
-
-    source, key = f"{GYM_PREFIX}{task}", _level_key(options_key)
-    if task not in CURRICULA:
-        raise DataError(f"{key} is {level}, and {source} has no curriculum; set {options_key} instead")
-    curriculum = create_curriculum(task)
-    count = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1)
-    if level >= count:
-        raise DataError(f"{key} is {level}; the levels of {source} are 0 to {count - 1}")
-    curriculum.set_global_level(level)
-    values = vars(curriculum.generate_configuration())
-    return {name: value for name, value in values.items() if name not in SET_ELSEWHERE}
-
-
 @functools.lru_cache(maxsize=1)
-def _open(task: str, options: str, level: int | None, options_key: str, seed: int, size: int) -> Any:
+def _open(task: str, options: str, options_key: str, seed: int, size: int) -> Any:
     _seed(seed)
-    return make_dataset(task, json.loads(options), level, options_key, seed=seed, size=size)
+    return make_dataset(task, json.loads(options), options_key, seed=seed, size=size)
 
 
 def draw_row(
-    task: str, options: str, level: int | None, options_key: str, seed: int, size: int, index: int | None
+    task: str, options: str, options_key: str, seed: int, size: int, index: int | None
 ) -> tuple[dict[str, Any] | None, bool] | None:
     """Item `index` of the library's dataset with that seed and size (question, answer and metadata in JSON's types;
     None if the stored answer is empty), and whether the verifier scores the stored answer 1. Without an index only the
     dataset and its verifier are made. Raises DataError as `make_dataset`, or if the item cannot be drawn."""
-    dataset, verifier = _open(task, options, level, options_key, seed, size), _make_verifier(task, options, level)
+    dataset, verifier = _open(task, options, options_key, seed, size), _make_verifier(task, options)
     if index is None:
         return None
     _seed(seed + index)
@@ -257,7 +217,7 @@ def draw_row(
     except Exception as error:
         reason = excerpt(f"{type(error).__name__}: {error}", 300)
         where = f"{GYM_PREFIX}{task}, seed {seed + index}"
-        raise DataError(f"{where} cannot be drawn: {reason}. Change {options_key}, or data.seed") from None
+        raise DataError(f"{where} cannot be drawn: {reason}. Change {options_key}") from None
     if not (answer := entry["answer"].strip()):
         return None, True
     return {name: entry[name] for name in ("question", "answer", "metadata")}, _score(verifier, answer, entry) == 1
@@ -271,9 +231,9 @@ def _seed(seed: int) -> None:
 
 
 @functools.cache
-def _make_verifier(task: str, options: str, level: int | None) -> Any:
+def _make_verifier(task: str, options: str) -> Any:
     check_task(task, "reasoning_gym")  # a row may come from a file
-    return make_dataset(task, json.loads(options), level, seed=0, size=1)
+    return make_dataset(task, json.loads(options), seed=0, size=1)
 
 
 def score(row: str, given: str | None) -> float | None:
@@ -281,7 +241,7 @@ def score(row: str, given: str | None) -> float | None:
     raises or does not return a number. Without an answer it only creates the verifier, which may be slow. Raises
     DataError for a task that is not offered, or cannot be created with its options."""
     stored = json.loads(row)
-    verifier = _make_verifier(stored["task"], json.dumps(stored["options"]), stored["level"])
+    verifier = _make_verifier(stored["task"], json.dumps(stored["options"]))
     return None if given is None else _score(verifier, given, stored["entry"])
 
 

@@ -15,13 +15,13 @@ from rloo_kit.config.model_names import SMOLLM2, find_embedded_problem, smollm2_
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan.shapes import find_in_cache, read_adapter
-from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
+from rloo_kit.think_tags import THINK_END, THINK_START
 
 NUM_BYTES = 256
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END)
 SPECIAL_TOKENS = CHAT_TOKENS[:3]  # the thinking tags are added tokens, but not special, as in Qwen3
-ROWS = {"compact": 320, "qwen3": 151936}  # rows of the embedding: a multiple of 64, for the kernels
+ROWS = 320  # of the embedding: a multiple of 64, for the kernels
 
 _TURNS = (
     "{%- for message in messages %}"
@@ -133,7 +133,7 @@ def find_tokenizer(run: RunConfig) -> LightTokenizer | None:
     Raises ConfigError if there is no such embedded model."""
     name = run.model.name
     if run.model.is_embedded:
-        return embedded_tokenizer(name.removeprefix("embedded/"), run.model.vocabulary)
+        return embedded_tokenizer(name.removeprefix("embedded/"))
     folder = (smollm2_folder(name) if name in SMOLLM2 else Path(name)).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         base = read_adapter(folder).get("base_model_name_or_path")
@@ -173,29 +173,22 @@ def byte_symbols() -> list[str]:
     return [chr(point) for point in printable] + [chr(256 + shift) for shift in range(NUM_BYTES - len(printable))]
 
 
-def check_names(name: str, vocabulary: str) -> None:
-    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+def check_name(name: str) -> None:
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`)."""
     if problem := find_embedded_problem(name):
         raise ConfigError(problem)
-    if vocabulary not in ROWS:
-        raise ConfigError(f"model.vocabulary is '{vocabulary}'; the embedded model has {' and '.join(ROWS)}")
 
 
-def token_ids(vocabulary: str) -> dict[str, int]:
-    """Text of every token -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens (`qwen3`: at Qwen3's ids,
-    `</think>` at 151668, after placeholders that no text encodes to); there are no merges."""
-    ids = {symbol: index for index, symbol in enumerate(byte_symbols())}
-    if vocabulary == "compact":
-        return ids | {token: NUM_BYTES + index for index, token in enumerate(CHAT_TOKENS)}
-    taken = set(QWEN3_IDS.values())
-    gaps = (index for index in range(NUM_BYTES, max(taken)) if index not in taken)
-    return ids | {f"<|unused_{index}|>": index for index in gaps} | QWEN3_IDS
+def token_ids() -> dict[str, int]:
+    """Text of every token of an embedded model -> id: Qwen3's single bytes with Qwen3's ids, then its chat tokens;
+    there are no merges."""
+    return {token: index for index, token in enumerate((*byte_symbols(), *CHAT_TOKENS))}
 
 
-def embedded_tokenizer(name: str, vocabulary: str) -> LightTokenizer:
+def embedded_tokenizer(name: str) -> LightTokenizer:
     """The embedded model's tokenizer, whether or not that model is built; ConfigError if there is no such model."""
-    check_names(name, vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=token_ids(vocabulary), merges=[]))
+    check_name(name)
+    tokenizer = Tokenizer(models.BPE(vocab=token_ids(), merges=[]))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -17,7 +17,7 @@ from rloo_kit.config.schema import DataSection, SourceSection
 from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
-from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
+from rloo_kit.data.gym import BLOCK, FIRST_SEED, GYM_TEST_PROMPTS, is_gym, read_gym
 from rloo_kit.data.sources import (
     GYM_PROMPTS,
     Columns,
@@ -39,6 +39,7 @@ from rloo_kit.system.processes import say
 from rloo_kit.tools.toolbox import LIBRARY, read_library_rows, tool_schemas
 
 EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
+SEED = 0  # of what is drawn and split: runs with another run.seed are compared on the same held-out prompts
 SOURCE_COLUMN = "source"  # names each row's source in a mix
 
 
@@ -163,7 +164,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
     has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
-    asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
+    asked = section if settings.options is None else settings
     return Part(
         source=source,
         columns=Columns(
@@ -178,7 +179,6 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         key=f"{prefix}source",
         split_key=f"{prefix}split",
         options=asked.options,
-        level=asked.curriculum_level,
         options_key="data.options" if asked is section else f"{prefix}options",
         count=GYM_PROMPTS if section.num_prompts is None else math.ceil(section.num_prompts * share),
         count_key="data.num_prompts" if section.num_prompts and entry is None else "",
@@ -204,7 +204,7 @@ def _read_training(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         part = _part(run, str(section.source))
         source = read_part(run, part, thinking)
     require_verifier(run, source, part.key)
-    return require_one_answer(run, decide_answers(run, draw_subset(source, section.num_prompts, section.seed), part))
+    return require_one_answer(run, decide_answers(run, draw_subset(source, section.num_prompts), part))
 
 
 def _read_test(run: RunConfig) -> DataSource:
@@ -222,7 +222,7 @@ def _read_test(run: RunConfig) -> DataSource:
         number=0,
     )
     if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
-        part = replace(part, options=None, level=None, options_key=key)
+        part = replace(part, options=None, options_key=key)
     return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
 
 
@@ -241,12 +241,11 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     counts = share_out([len(source) for source in sources], [entry.weight for entry in entries], section.num_prompts)
     drawn, labels = [], []
     for part, source, count, entry in zip(parts, sources, counts, entries, strict=True):
-        chosen = draw_subset(source, count, f"{section.seed}-{part.number - 1}")
+        chosen = draw_subset(source, count, f"{SEED}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
         if is_gym(part.source):
-            level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
-            details = [level, json.dumps(entry.options) if entry.options else None]
+            details = [json.dumps(entry.options) if entry.options else None]
         is_named_again = section.all_sources.count(part.source) > 1
         labels.append(" ".join(filter(None, (part.source, *(details if is_named_again else ())))))
     mixed = require_one_answer(run, _as_one_type(combine(drawn, labels), "answer_column of data.sources"))
@@ -264,10 +263,10 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         # For a mix at most max_rows, since the other sources supply the rest.
         count = min(wanted, family.max_rows) if run.data.sources else wanted
-        made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
+        made = read_given_rows(make_rows(family, count, SEED, name), Columns())
         return replace(made, name=part.source, rows_left=wanted < family.max_rows)
     if is_gym(part.source):
-        return read_gym(part, first_seed(run.data.seed, part.number))
+        return read_gym(part, FIRST_SEED + part.number * BLOCK)
     if part.source.startswith(LIBRARY):
         rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
         return replace(read_given_rows(rows, Columns()), name=part.source)
@@ -290,7 +289,7 @@ def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[st
         raise DataError(f"{part.key}: {error}") from None
 
 
-def draw_subset(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:
+def draw_subset(source: DataSource, wanted: int | None, seed: int | str = SEED) -> DataSource:
     """`wanted` rows, drawn without replacement, in the source's order; None for all."""
     if wanted is None or wanted >= len(source):
         return source
@@ -491,11 +490,9 @@ def _fitting_rows(run: RunConfig, tokenizer: Any, source: DataSource, texts: lis
         f"{len(texts) - len(fitting)} of {len(texts)} prompts are longer than data.max_prompt_length={limit} tokens; "
         f"the longest has {lengths[longest]} ({source.where(longest)})"
     )
-    if run.data.too_long == "refuse":
-        raise DataError(f"{problem}. Raise data.max_prompt_length, or set data.too_long: drop to leave them out")
     if not fitting:
         raise DataError(f"{problem}, the shortest {min(lengths)}: none is left. Raise data.max_prompt_length")
-    notes.append(f"{problem}. They are dropped (data.too_long: drop)")
+    notes.append(f"{problem}. They are dropped")
     return fitting
 
 
@@ -510,7 +507,7 @@ def _split(sides: list[Side], section: DataSection, notes: list[str]) -> tuple[l
     for row in tested.rows:
         groups.setdefault(prompt_identity(tested.texts[row]), []).append(row)
     repeats, keys = len(tested.rows) - len(groups), list(groups)
-    random.Random(f"split-{section.seed}").shuffle(keys)
+    random.Random(f"split-{SEED}").shuffle(keys)
     if tested is not side:
         held_out = keys[: int(size)] if size >= 1 else keys
         if repeats:

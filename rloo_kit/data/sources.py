@@ -47,7 +47,7 @@ class Part:
     """One source of a run with its settings from `data`; `key` and `split_key` name it in errors.
 
     Attributes:
-        split: None for test. options, level: of a reasoning-gym task; `options_key` is the key of the options. count:
+        split: None for test. options: of a reasoning-gym task; `options_key` is the key of the options. count:
             its rows to draw; fewer are an error if `count_key` is set, the key that asks for them. number: of the
             source in the run, 0 for the test source.
     """
@@ -60,7 +60,6 @@ class Part:
     key: str = "data.source"
     split_key: str = "data.split"
     options: dict[str, Any] | None = None
-    level: int | None = None
     options_key: str = "data.options"
     count: int = GYM_PROMPTS
     count_key: str = ""

@@ -13,7 +13,7 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.gym import is_gym
-from rloo_kit.data.load import EMBEDDED_PROMPTS, find_embedded_family, is_for_stack, read_part, render_row
+from rloo_kit.data.load import EMBEDDED_PROMPTS, SEED, find_embedded_family, is_for_stack, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
 from rloo_kit.data.tasks import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
@@ -91,7 +91,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
     excluded = {prompt_identity(text) for text in held_out}
     left_out: Counter[str] = Counter()
     examples, unclosed = [], []
-    limit, end = run.sft.max_length or run.model.max_seq_length, tokenizer.eos_token or ""
+    limit, end = run.model.max_seq_length, tokenizer.eos_token or ""
     for row, value in enumerate(source.answers or []):
         where = source.where(row)
         turns = writer.read_turns(value, f"{where}: {run.sft.completion_column}")
@@ -114,7 +114,7 @@ def load_worked(run: RunConfig, tokenizer: Any, held_out: Iterable[str], rows: A
             continue
         example = Example(tokenizer(prompt)["input_ids"], *written)
         if len(example.prompt_ids) + len(example.completion_ids) > limit:
-            left_out[f"of more than {limit} tokens (sft.max_length)"] += 1
+            left_out[f"of more than {limit} tokens (model.max_seq_length)"] += 1
             continue
         examples.append(example)
     if unclosed:
@@ -251,7 +251,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
     elif name.startswith(EMBEDDED_PREFIX):
         task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
-        made = worked_rows(family, wanted, data.seed, thinking, task)
+        made = worked_rows(family, wanted, SEED, thinking, task)
         source = replace(read_given_rows(made, Columns(answer="completion")), name=name)
     else:
         subset, split = (data.subset, data.split) if section.source is None else (None, "train")
@@ -266,7 +266,7 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         )
     if section.num_prompts is None or section.num_prompts >= len(source):
         return source
-    drawn = random.Random(f"sft-{data.seed}").sample(range(len(source)), section.num_prompts)
+    drawn = random.Random(f"sft-{SEED}").sample(range(len(source)), section.num_prompts)
     return source.select(sorted(drawn))
 
 

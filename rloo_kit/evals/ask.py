@@ -89,7 +89,7 @@ def ask(
         question: a text; messages `{"role", "content"}`, the last of which is the question; or a row of `load_data`.
         base: ask the base model first: True for this policy without its adapter, or another policy.
         budget: tokens after which open thinking is closed; None for no budget. The answer gets the rest of
-            `max_tokens`, and at least `eval.answer_budget` unless `max_tokens` is given.
+            `max_tokens`, and at least `run.forced_answer` unless `max_tokens` is given.
         temperature: None: `eval.temperature`; 0 is greedy.
         max_tokens: of the completion; None: the limit of the run's evaluation.
         seed: of the sampling. system: overrides `data.system_prompt`; "" for none.
@@ -207,7 +207,7 @@ def _find_limits(
                 f"a thinking budget of {budget} leaves no token of {length} for the answer: raise --max-tokens "
                 f"(max_tokens) above {length - left} or lower --budget (budget)"
             )
-        answer = left if max_tokens else max(left, run.eval.answer_budget)
+        answer = left if max_tokens else max(left, run.forced_answer)
         has_turns = run.rloo.has_tools
         limits = make_budget_limits(policy.tokenizer, policy.tags, length, budget, answer, close, has_turns)
         needed = length - left + answer

@@ -146,6 +146,7 @@ def by_prompt(values: Sequence[_Value], size: int) -> list[Sequence[_Value]]:
 
 
 JUDGED_AT_ONCE = 32  # completions per call of the answer reward, whose time limit applies to a call
+SHOWN = 10  # prompts in `Evaluation.samples`: as many as one reads
 SAMPLE_CHARS = 4_000_000  # of text in `Evaluation.more_samples`: 1,000 short completions, or 120 of 8,000 tokens
 
 
@@ -197,7 +198,13 @@ def evaluate(
 
 
 def evaluate_with(
-    run: RunConfig, policy: Policy, dataset: Any, judge: "AnswerJudge", rewards: HeldOutRewards | None, label: str = ""
+    run: RunConfig,
+    policy: Policy,
+    dataset: Any,
+    judge: "AnswerJudge",
+    rewards: HeldOutRewards | None,
+    label: str = "",
+    keeps_samples: bool = True,
 ) -> Evaluation:
     """`evaluate` on all of `dataset` with a judge and rewards that stay open for reuse."""
     started = time.monotonic()
@@ -209,7 +216,7 @@ def evaluate_with(
     generate = _Generator(run, policy, dataset, label, passes)
     with policy.whole_weights():
         completions = generate("sampled", run.eval.temperature, num_samples=run.eval.num_samples)
-        measured = _measure_sampled(generate, judge, completions)
+        measured = _measure_sampled(generate, judge, completions, keeps_samples)
         if rewards is not None:
             rewards.measure(completions, measured)
         if run.eval.greedy:
@@ -336,12 +343,14 @@ class _Generator:
         return gather_lists(completions)
 
 
-def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list[Completion]) -> Evaluation:
+def _measure_sampled(
+    generate: _Generator, judge: AnswerJudge, completions: list[Completion], keeps_samples: bool
+) -> Evaluation:
     run, policy, dataset = generate.run, generate.policy, generate.dataset
     num_samples = run.eval.num_samples
     verdicts = _judge(judge, completions)
     own = verdicts if judge.judged_by != EXACT else None  # "wrong" next to a reward of 1 would mislead
-    samples = _samples(generate, completions, own)
+    samples = _samples(generate, completions, own) if keeps_samples else []
     is_thinking, limits = thinks(policy.family, run.model.enable_thinking), generate.limits
     measured = Evaluation(
         label=generate.label,
@@ -355,8 +364,8 @@ def _measure_sampled(generate: _Generator, judge: AnswerJudge, completions: list
         truncated_share=_mean([not completion.ended for completion in completions]),
         mean_tokens=_mean([completion.tokens for completion in completions]),
         tools=_measure_tools(completions),
-        samples=samples[: run.eval.num_completions],
-        more_samples=samples[run.eval.num_completions :],
+        samples=samples[:SHOWN],
+        more_samples=samples[SHOWN:],
         prompts_digest=digest_prompts(dataset),
         prompt_digests=list(map(digest_prompt, dataset["prompt"])),
     )
@@ -406,7 +415,7 @@ def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Bu
         generate.policy.tags,
         generate.limits.max_completion_length,
         budget,
-        run.eval.answer_budget,
+        run.forced_answer,
         run.rloo.thinking_close,
         has_turns=generate.tools is not None,
     )
@@ -425,14 +434,14 @@ def _measure_budget(generate: _Generator, judge: AnswerJudge, budget: int) -> Bu
 def _samples(
     generate: _Generator, completions: list[Completion], verdicts: list[bool | None] | None
 ) -> list[dict[str, Any]]:
-    """Each prompt's first completion: of `eval.num_completions` prompts (0: none), then up to SAMPLE_CHARS of text."""
+    """Each prompt's first completion: of SHOWN prompts, then up to SAMPLE_CHARS of text."""
     run, policy, dataset = generate.run, generate.policy, generate.dataset
     samples, left = list[dict[str, Any]](), SAMPLE_CHARS
-    for index in range(len(dataset) if run.eval.num_completions else 0):
+    for index in range(len(dataset)):
         number, prompt = index * run.eval.num_samples, dataset[index]["prompt"]
         completion = completions[number]
         turns = {} if completion.episode is None else {"turns": completion.episode.messages}
-        if index >= run.eval.num_completions:
+        if index >= SHOWN:
             left -= len(prompt) + len(completion.text) + len(str(turns))
             if left < 0:
                 break
@@ -486,11 +495,11 @@ def _check_budgets(run: RunConfig, policy: Policy) -> None:
             "eval.thinking_budgets: []"
         )
     forced = len(close_ids_for(policy.tokenizer, policy.tags, run.rloo.thinking_close))
-    needed = run.data.max_prompt_length + max(budgets) + forced + run.eval.answer_budget
+    needed = run.data.max_prompt_length + max(budgets) + forced + run.forced_answer
     if needed > run.model.max_seq_length:
         raise ConfigError(
             f"data.max_prompt_length ({run.data.max_prompt_length}) + the largest of eval.thinking_budgets "
-            f"({max(budgets)}) + {forced} + eval.answer_budget ({run.eval.answer_budget}) is {needed} tokens, but "
+            f"({max(budgets)}) + {forced} + {run.forced_answer} for an answer is {needed} tokens, but "
             f"model.max_seq_length is {run.model.max_seq_length}. Lower one of the first three or raise the last"
         )
 

@@ -174,7 +174,7 @@ def export_adapter(job: Job) -> Written:
     for file in sorted(saved.iterdir()):
         if file.is_file() and file.name != "README.md":  # PEFT's empty template; the card replaces it
             shutil.copyfile(file, job.staged / file.name)
-    # The embedded model is not on the hub, so its folder (2 MB, or 83 MB with Qwen3's vocabulary) is included.
+    # The embedded model is not on the hub, so its folder (2 MB) is included.
     name = hub_id(job.base) or Path(job.base).name
     included = hub_id(job.base) is None and Path(job.base).resolve().parent == cache_folder().resolve()
     settings = json.loads((job.staged / ADAPTER_CONFIG).read_text(encoding="utf-8"))

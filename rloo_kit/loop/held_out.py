@@ -107,10 +107,10 @@ class Evaluations(TrainerCallback):
         self, run: RunConfig, policy: Policy, test: Any, rewards: Sequence[Any], run_dir: RunDir, interrupts: Interrupts
     ) -> None:
         alone: dict[str, Any] = {"num_prompts": None, "greedy": False, "pass_at_k": []}  # only sampled completions
-        alone |= {"thinking_budgets": [], "num_completions": 0}
+        alone |= {"thinking_budgets": []}
         self.run, self.policy = run.model_copy(update={"eval": run.eval.model_copy(update=alone)}), policy
         self.run_dir, self.interrupts = run_dir, interrupts
-        drawn = random.Random(f"eval-{run.data.seed}").sample(range(len(test)), min(run.eval.every_prompts, len(test)))
+        drawn = random.Random("eval-0").sample(range(len(test)), min(run.eval.every_prompts, len(test)))
         self.prompts = test.select(sorted(drawn))  # the same in all evaluations
         self.rewards = HeldOutRewards(run, rewards)
         self.judge = AnswerJudge(run, policy.tokenizer, gold_answers(self.prompts), rewards)
@@ -171,7 +171,7 @@ class Evaluations(TrainerCallback):
         is_best = self.history.observe(held_out)
         self._write(held_out, is_best, against)
         say(self.history.describe(held_out, against))
-        if is_best and step > 0 and self.run.eval.save_best:
+        if is_best and step > 0:
             self._stage(held_out)
             control.should_save = True
         if self.history.is_over and step < state.max_steps:
@@ -184,7 +184,10 @@ class Evaluations(TrainerCallback):
 
     def _measure(self, step: int) -> Evaluation:
         with keep_random_numbers():  # a reward may draw from them; sampling restores torch's
-            return evaluate_with(self.run, self.policy, self.prompts, self.judge, self.rewards, f"at step {step}")
+            label = f"at step {step}"
+            return evaluate_with(
+                self.run, self.policy, self.prompts, self.judge, self.rewards, label, keeps_samples=False
+            )
 
     def _record(self, held_out: HeldOut) -> dict[str, Any]:
         measure = self.history.measure
@@ -209,7 +212,7 @@ class Evaluations(TrainerCallback):
         A run that was killed between a checkpoint and `best/` still has the weights of that step.
         """
         best = self.history.best
-        if best is None or best.step == 0 or not self.run.eval.save_best:
+        if best is None or best.step == 0:
             return
         if self.weights.staged is None and not self.weights.are_of(best.step):
             if best.step == step:
@@ -224,8 +227,6 @@ class Evaluations(TrainerCallback):
 
     def load_best(self) -> int | None:
         """Load the best weights into the policy; returns their step, or None if the policy keeps the last ones."""
-        if not self.run.eval.save_best:
-            return None
         last = self.run_dir.last_checkpoint()
         self.weights.publish(share(last.step if last else 0))
         best = self.history.best

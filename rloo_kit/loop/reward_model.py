@@ -24,7 +24,7 @@ from rloo_kit.config.schema import FULL_LEARNING_RATE, LORA_LEARNING_RATE, LoraS
 from rloo_kit.config.supervised import RewardModelSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
-from rloo_kit.data.load import draw_subset, read_part, render_row
+from rloo_kit.data.load import SEED, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns, Part
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
@@ -129,14 +129,14 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
     columns = Columns(section.prompt_column or run.data.prompt_column, section.chosen_column, prefix="reward_model.")
     keys: dict[str, Any] = {"key": "reward_model.source", "split_key": "reward_model.split"}
     source = read_part(run, Part(section.source, columns, section.subset, section.split, **keys), thinking=True)
-    source = draw_subset(source, section.num_pairs, run.data.seed)
+    source = draw_subset(source, section.num_pairs)
     there = [columns.prompt, *([columns.answer] if source.answers else []), *source.other_names]
     for key, name in (("chosen_column", section.chosen_column), ("rejected_column", section.rejected_column)):
         if name not in there:
             problem = f"{source.name} has no column '{name}'; columns found: {', '.join(there)}"
             raise DataError(f"{problem}. Name the right one in reward_model.{key}")
     (family, thinking), form = family_of(run, tokenizer), TextForm(tokenizer, ends=True)
-    limit, left_out = section.max_length or run.model.max_seq_length, Counter[str]()
+    limit, left_out = run.model.max_seq_length, Counter[str]()
     groups = defaultdict[str, list[Pair]](list)
     for row, both in enumerate(zip(source.answers or [], source.column(section.rejected_column), strict=True)):
         read = [_read_answer(value, source.where(row), tokenizer.eos_token, thinking) for value in both]
@@ -149,7 +149,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
             "whose answers follow different prompts": asked != other,
             "with an empty answer": not (chosen and rejected),
             "with equal answers": chosen == rejected,
-            f"of more than {limit} tokens (reward_model.max_length)": max(map(len, pair.ids)) > limit,
+            f"of more than {limit} tokens (model.max_seq_length)": max(map(len, pair.ids)) > limit,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), None):
             left_out[reason] += 1
@@ -157,7 +157,7 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
             groups[prompt_identity(prompt)].append(pair)
     notes = [f"{count} of {len(source)} pairs, {why}, are left out" for why, count in left_out.most_common()]
     size, prompts = section.test_size, list(groups)
-    random.Random(f"pairs-{run.data.seed}").shuffle(prompts)
+    random.Random(f"pairs-{SEED}").shuffle(prompts)
     wanted = int(size) if size >= 1 else max(round(size * len(prompts)), 1)
     if wanted >= len(prompts):
         raise DataError(
@@ -205,9 +205,7 @@ def load_classifier(run: RunConfig, source: ModelSource, lora: LoraSection | Non
     if lora is None:
         return model
     targets, scale = choose_targets(model, lora.target_modules), {"r": lora.r, "lora_alpha": lora.alpha}
-    model = peft.get_peft_model(
-        model, peft.LoraConfig("SEQ_CLS", target_modules=targets, lora_dropout=lora.dropout, **scale)
-    )
+    model = peft.get_peft_model(model, peft.LoraConfig("SEQ_CLS", target_modules=targets, **scale))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # the head too: small updates are lost in 16 bits

@@ -46,6 +46,7 @@ from rloo_kit.think_tags import THINK_END, THINK_START
 
 WEIGHTS = ("model.adapter", "model.name")  # an adapter still needs the name of its base
 EQUAL = 0.9  # cosine of two rows: in SmolLM2 0.94 or more of unused tokens, below 0.8 of 99.99 % of the others
+WARMUP_SHARE = 0.05  # of the run; without it the first steps of Adam have full size
 # TRL's own class, below the one that Unsloth generates (and may call SFTConfig too).
 _STOCK = next(c for c in reversed(trl.SFTConfig.__mro__) if c.__name__ == "SFTConfig")
 
@@ -128,9 +129,8 @@ def train_and_report(run: RunConfig, policy: Policy, data: Data, worked: Demonst
         run_dir.write_json("after.json", after.to_dict())
         say(after)
         say(f"after supervised training: {compare(before, after)}")
-    if run.sft.signal_prompts:
-        signal = measure_signal(run, policy, data, run.sft.signal_prompts)
-        say(signal or "signal: no training prompt has an answer to judge by; rloo-kit preflight measures the rewards")
+    signal = measure_signal(run, policy, data)
+    say(signal or "signal: no training prompt has an answer to judge by; rloo-kit preflight measures the rewards")
     end_workers()
     say(f"{result.steps} steps, {result.seconds:.0f} s of supervised training. Everything is in {run_dir.folder}")
     return result
@@ -156,7 +156,7 @@ def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) ->
         with_weights += [
             f"{name}={write_value(value)}"
             for name, (_, value) in changed.items()
-            if not name.startswith(("model.name", "model.adapter", "model.build_seed", "model.vocabulary", "sft."))
+            if not name.startswith(("model.name", "model.adapter", "sft."))
         ]
     return shlex.join(["rloo-kit", "train", str(source), *with_weights])
 
@@ -249,7 +249,7 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
         "output_dir": str(folder),
         "learning_rate": run.sft.learning_rate,
         "lr_scheduler_type": "linear",
-        "warmup_steps": run.sft.warmup_steps,
+        "warmup_steps": WARMUP_SHARE,
         "max_grad_norm": run.rloo.max_grad_norm,
         "optim": run.rloo.optim,
         "dataset_kwargs": {"skip_prepare_dataset": True},  # they are tokens already

@@ -75,7 +75,7 @@ def train(
 
     Returns:
         `TrainResult`. Ctrl-C does not raise: it saves, prints how to resume, and `stopped` is "interrupted". With
-        `eval.save_best` the policy then has the weights of the best evaluation (`eval.every_steps`).
+        `eval.every_steps` the policy then has the weights of the best evaluation.
 
     Raises:
         PreflightError: the preflight's verdict is NO-GO, the disk is too small for the checkpoints, or a tracker's

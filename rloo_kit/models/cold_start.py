@@ -66,16 +66,14 @@ def train_embedded(
     tokenizer: Any,
     kind: str,
     family: Family,
-    vocabulary: str,
-    seed: int,
     plan: ColdStart,
     report: Callable[[str], None] = print,
 ) -> Any:
-    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS[vocabulary]` rows, trained on the demonstrations of `kind` with
+    """A `Qwen3ForCausalLM` (float32, CPU) with `ROWS` rows, trained on the demonstrations of `kind` with
     problems of `family`; `report` gets a line every `SECONDS_BETWEEN_REPORTS`. Seeds torch's global generator, so it
     runs in a separate process (`embedded.build`)."""
-    torch.manual_seed(seed)
-    rng = random.Random(f"cold-start-{seed}")
+    torch.manual_seed(0)
+    rng = random.Random("cold-start-0")
     used = used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
     model = Qwen3ForCausalLM(model_config(plan, len(used) + 1))  # the last row is the shared one
@@ -88,7 +86,7 @@ def train_embedded(
         source = tasks.EASY if step < plan.easy_share * plan.steps else family
         problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
         tokens, targets = demonstrate(tokenizer, slots, kind, family, problems, habit, rng)
-        loss = imitation_loss(model, tokens, targets, ROWS[vocabulary] - len(used))
+        loss = imitation_loss(model, tokens, targets, ROWS - len(used))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,7 +95,7 @@ def train_embedded(
             reported = time.monotonic()
             seconds = (reported - started) / (step + 1) * (plan.steps - step - 1)
             report(f"{(step + 1) / plan.steps:.0%}, {seconds:.0f} s left")
-    return with_full_table(model, plan, used, ROWS[vocabulary], tokenizer)
+    return with_full_table(model, plan, used, ROWS, tokenizer)
 
 
 def model_config(plan: ColdStart, num_rows: int, **token_ids: Any) -> Any:

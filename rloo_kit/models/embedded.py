@@ -28,7 +28,7 @@ from rloo_kit.data.light_tokenizer import (
     TEMPLATES,
     TOOL_TURNS,
     TURN_END,
-    check_names,
+    check_name,
     token_ids,
 )
 from rloo_kit.data.tasks import Habit, find_family
@@ -170,40 +170,31 @@ def _convert(weights: Path, name: str) -> tuple[LlamaForCausalLM, Any]:
 RECIPES = {"thinking": 2, "instruct": 1, "untaught": 2}
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _FOLDER_NAME = re.compile(
-    r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-(?P<vocabulary>[a-z0-9]+)-(?P<seed>\d+)-r(?P<recipe>\d+)"
+    r"(?P<name>(?P<kind>[a-z]+)(@[a-z_]+)?)-compact-0-r(?P<recipe>\d+)"
     r"(-(?P<steps>\d+)steps)?"
 )
 _PROGRESS = "progress: "
 
 
-def build(
-    name: str = "thinking",
-    vocabulary: str = "compact",
-    seed: int = 0,
-    *,
-    steps: int | None = None,
-    report: Callable[[str], None] | None = None,
-) -> Path:
+def build(name: str = "thinking", *, steps: int | None = None, report: Callable[[str], None] | None = None) -> Path:
     """The folder of the embedded model, from the cache or built on one core (thinking: about one minute, instruct:
     about two and a half minutes).
 
     Args:
         name: the part of `model.name` after `embedded/`: `thinking` (addition), `thinking@FAMILY` (of `data/tasks.py`),
             `instruct` (addition, answers at once) or `untaught`.
-        vocabulary: `compact` (320 rows: the bytes, then the chat tokens) or `qwen3` (151936 rows, Qwen3's own ids).
-        seed: of the cold start; another seed is another model.
         steps: of the cold start; None: as many as the model needs. A few give a quick model that solves nothing.
         report: called with a line of text every 10 seconds; None prints it.
     Raises:
-        ConfigError: unknown model, family or vocabulary, or steps below 1.
+        ConfigError: unknown model or family, or steps below 1.
         SetupError: the cache cannot be written, or the cold start failed.
     """
-    recipe = _recipe(name, vocabulary, seed, steps)
+    recipe = _recipe(name, steps)
     say = report or (lambda line: print(line, flush=True))
     kind, family = recipe["kind"], recipe["family"]
     named = kind if family == DEFAULT_FAMILY else f"{kind}@{family}"
     number = "" if steps is None else f"-{steps}steps"
-    target = cache_folder() / f"{named}-{recipe['vocabulary']}-{recipe['seed']}-r{RECIPES[kind]}{number}"
+    target = cache_folder() / f"{named}-compact-0-r{RECIPES[kind]}{number}"
 
     def fill(workspace: Path) -> None:
         say(f"building embedded/{name}, once; cached in {target.parent}")
@@ -212,15 +203,15 @@ def build(
     return build_once(target, fill)
 
 
-def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); raises ConfigError for any other.
+def build_tokenizer(name: str = "thinking") -> Any:
+    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting); raises ConfigError for
+    any other.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """
-    check_names(name, vocabulary)
+    check_name(name)
     tokenizer = Qwen2Tokenizer(
-        vocab=token_ids(vocabulary),
+        vocab=token_ids(),
         merges=[],
         unk_token=None,
         eos_token=TURN_END,
@@ -243,7 +234,7 @@ def name_built(folder: str) -> dict[str, Any] | None:
     found = _FOLDER_NAME.fullmatch(folder)
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]) or found["steps"] is not None:
         return None
-    return {"name": f"embedded/{found['name']}", "vocabulary": found["vocabulary"], "build_seed": int(found["seed"])}
+    return {"name": f"embedded/{found['name']}"}
 
 
 def rebuild(name: str) -> Path | None:
@@ -255,12 +246,12 @@ def rebuild(name: str) -> Path | None:
     if found is None or int(found["recipe"]) != RECIPES.get(found["kind"]):
         return None
     steps = found["steps"]
-    return build(found["name"], found["vocabulary"], int(found["seed"]), steps=None if steps is None else int(steps))
+    return build(found["name"], steps=None if steps is None else int(steps))
 
 
-def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[str, Any]:
+def _recipe(name: str, steps: int | None) -> dict[str, Any]:
     """Everything that determines the weights, as JSON; raises ConfigError for invalid arguments."""
-    check_names(name, vocabulary)
+    check_name(name)
     kind, family = split_model_name(name)
     if steps is not None and steps < 1:
         raise ConfigError(f"steps={steps}: the cold start needs at least 1 step")
@@ -269,8 +260,8 @@ def _recipe(name: str, vocabulary: str, seed: int, steps: int | None) -> dict[st
     return {
         "kind": kind,
         "family": family,
-        "vocabulary": vocabulary,
-        "seed": seed,
+        "vocabulary": "compact",  # in the names of all folders there are, as the seed
+        "seed": 0,
         "recipe": RECIPES[kind],
         "plan": dataclasses.asdict(plan),
         "versions": {library: version(library) for library in _LIBRARIES},  # for readers; not part of the name
@@ -317,11 +308,11 @@ def run_as_program() -> None:
     recipe, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
-    kind, vocabulary, seed = recipe["kind"], recipe["vocabulary"], recipe["seed"]
+    kind = recipe["kind"]
     family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
-    tokenizer = build_tokenizer(kind, vocabulary)
+    tokenizer = build_tokenizer(kind)
     report = partial(print, _PROGRESS, sep="", flush=True)
-    model = train_embedded(tokenizer, kind, family, vocabulary, seed, plan, report)
+    model = train_embedded(tokenizer, kind, family, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_json(folder / RECORD, recipe)

@@ -51,7 +51,7 @@ def find_source(run: RunConfig) -> ModelSource:
         from rloo_kit.models.embedded import build
 
         name = model.name.removeprefix("embedded/")
-        source = ModelSource(str(build(name, model.vocabulary, model.build_seed)), model.adapter)
+        source = ModelSource(str(build(name)), model.adapter)
     elif model.name in SMOLLM2:
         from rloo_kit.models.embedded import build_smollm2
 

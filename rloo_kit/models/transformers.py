@@ -46,7 +46,6 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
             settings = peft.LoraConfig(
                 r=lora.r,
                 lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
                 target_modules=choose_targets(model, lora.target_modules),
                 exclude_modules=find_outside(model),
                 task_type="CAUSAL_LM",

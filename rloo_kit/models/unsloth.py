@@ -83,7 +83,7 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
             model,
             r=lora.r,
             lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
+            lora_dropout=0.0,
             target_modules=choose_targets(model, lora.target_modules),
             use_gradient_checkpointing=checkpointing,
             random_state=run.run.seed,

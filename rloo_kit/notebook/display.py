@@ -154,7 +154,7 @@ class CompletionPairs:
 def show_completions(before: Evaluation, after: Evaluation | None = None, num: int = 4) -> CompletionPairs:
     """Show completions that evaluations kept, side by side, with thinking and answer separate, and right or wrong.
 
-    Each evaluation keeps one completion of the first `eval.num_completions` prompts; `num` of these prompts are shown
+    Each evaluation keeps one completion of the first ten prompts; `num` of these prompts are shown
     (ConfigError below 1). Returns an object that displays itself: HTML without scripts or style sheets, in the page's
     colours, and text. A script prints the text.
     """
@@ -164,7 +164,7 @@ def show_completions(before: Evaluation, after: Evaluation | None = None, num: i
     # stable; prompts that only one side has come last
     pairs = sorted(pair_samples(**evaluations), key=lambda pair: -len(pair.samples))
     if not pairs:
-        return _shown(CompletionPairs("no completions were kept; set eval.num_completions above 0", []))
+        return _shown(CompletionPairs("no completions were kept", []))
     shown = pairs[:num]
     note = f"{len(shown)} of {len(pairs)} kept prompts, one completion of each"
     if any(len(pair.samples) < len(evaluations) for pair in shown):

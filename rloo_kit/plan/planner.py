@@ -46,7 +46,6 @@ CPU_RESERVE_GIB = 0.3
 # Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".
 DYNAMIC_SHARE = 0.1
 BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 a separate package loads its 4-bit weights
-ROWS = ("rollout.rows", "rollout.vllm.max_num_seqs")
 STEP = 64  # tokens between proposed lengths of a completion, and of the shortest
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
 ON_GPU = (
@@ -151,12 +150,6 @@ def _read_engine(run: RunConfig, shape: ModelShape, machine: Machine, fused: boo
     }
 
 
-def wanted_rows(run: RunConfig, work: Workload) -> int | None:
-    """Completions at once, as set in the file; with vLLM `rollout.rows` is another name for `max_num_seqs`."""
-    wanted = run.rollout.vllm.max_num_seqs if work.engine == "vllm" else None
-    return run.rollout.rows if wanted is None else wanted
-
-
 def uses_unsloth(run: RunConfig, machine: Machine) -> bool:
     """Whether the Unsloth backend would run it; on a GPU elsewhere it is assumed to be installed."""
     if not machine.on_cuda or run.model.lora is None or run.model.backend == "transformers":
@@ -178,7 +171,7 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
     """
     machine = machine or find_machine()
     work = read_workload(run, machine, config, engine="vllm")
-    rows = rows_at_once(work, machine.usable_gib, wanted_rows(run, work))
+    rows = rows_at_once(work, machine.usable_gib, run.rollout.rows)
     return VllmPlan(
         shared=work.fused,
         gpu_memory_utilization=min(share_bytes(work, rows) / GIB / machine.total_gib, 1.0),
@@ -283,7 +276,7 @@ def plan_vram(
     choice = EngineChoice(engine, "the loaded model's") if engine else plan_engine(run, machine, config)
     work = read_workload(run, machine, config, choice.name)
     limit = machine.usable_gib
-    rows = rows_at_once(work, limit, wanted_rows(run, work))
+    rows = rows_at_once(work, limit, run.rollout.rows)
     if run.rloo.tokens_per_pass is None:
         work = replace(work, tokens_per_pass=largest_pass(work, limit, rows))
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)
@@ -365,10 +358,10 @@ def _find_margins(
 
 def find_remedies(run: RunConfig, work: Workload, rows: int, limit: float) -> Iterator[Remedy]:
     """Changes that bring the run below the limit, cheapest first, until it fits; without those that do not help."""
-    wanted = wanted_rows(run, work)  # from the file; None is planned again after each change
+    wanted = run.rollout.rows  # from the file; None is planned again after each change
     rollout, training = rollout_gib(work, rows), training_gib(work, rows)
     for key, value, changed in _candidates(run, work, limit):
-        if key in ROWS:
+        if key == "rollout.rows":
             wanted = None
             value = rows_at_once(changed, limit)
         rows = rows_at_once(changed, limit, wanted)
@@ -385,8 +378,8 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
     if work.engine == "vllm" and work.vllm_bytes is not None:
         work = replace(work, vllm_bytes=None)
         yield "rollout.vllm.gpu_memory_utilization", None, work
-    if wanted_rows(run, work) is not None:
-        yield ROWS[run.rollout.rows is None], 1, work
+    if run.rollout.rows is not None:
+        yield "rollout.rows", 1, work
     if run.rloo.memory != "low":
         work = replace(work, tokens_per_pass=1, whole_groups=False)
         yield "rloo.memory", "low", work

@@ -187,14 +187,13 @@ NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
 # Both embedded models, as in embedded.cold_start, which imports torch (a test compares).
 EMBEDDED = ModelShape(128, 256, 3, 4, 2, 32, 320, True, source="the embedded model")
 SMOLLM2_SHAPE = ModelShape(576, 1536, 30, 9, 3, 64, 49152, True, qk_norm=False, source="SmolLM2-135M-Instruct")
-EMBEDDED_ROWS = {"compact": 320, "qwen3": QWEN3_ROWS}
 
 
 def find_shape(run: RunConfig) -> ModelShape:
     """The shape of `run.model`: built in, in a folder, in the Hugging Face cache, or published. Raises ConfigError if
     it is none of these, or not a dense decoder of a supported type."""
     if run.model.is_embedded:
-        return replace(EMBEDDED, vocab_size=EMBEDDED_ROWS[run.model.vocabulary])
+        return EMBEDDED
     if run.model.name in SMOLLM2:
         return SMOLLM2_SHAPE
     return _find_by_name(run.model.name)

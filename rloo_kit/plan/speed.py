@@ -137,7 +137,7 @@ def list_evaluations(
     tokens, each = asked.max_completion_length or limit, asked.num_samples
     prompts = min(asked.num_prompts or held_out, held_out)
     whole = [(prompts * each, each, tokens)] + [(prompts, 1, tokens)] * (asked.greedy and asked.temperature != 0)
-    after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
+    after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + run.forced_answer
     whole += [(prompts, 1, budget + after) for budget in asked.thinking_budgets]
     steps = max_steps or run.rloo.max_steps or 1
     on_the_way = 1 + -(-steps // asked.every_steps) if asked.every_steps else 0  # at the start too

@@ -90,7 +90,7 @@ class Evaluation:
         tools: means in a run with tools, else empty, named as in training: call_frequency and turns (per completion),
             failure_frequency and invalid_frequency (shares of the calls).
         budgets: one per thinking budget.
-        samples: the first completion of the first `eval.num_completions` prompts: prompt, thinking, answer, gold,
+        samples: the first completion of the first ten prompts: prompt, thinking, answer, gold,
             correct, ended, closed, tokens, thinking_tokens, forced, reward (the weighted sum); with tools `turns`, its
             messages, of which thinking and answer are the last.
         more_samples: the same for later prompts, for the report.

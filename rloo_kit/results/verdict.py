@@ -49,8 +49,8 @@ class TrainResult:
         seconds: of training, earlier sessions of a resumed run included.
         stopped: None if it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
             rule of `health:` that stopped it ("no signal"); if read from a folder also "failed" and "running".
-        adapter_step: the step of the adapter's weights: the last, or with `eval.save_best` the best evaluation's; None
-            if unknown.
+        adapter_step: the step of the adapter's weights: the last, or with `eval.every_steps` the best evaluation's;
+            None if unknown.
         findings: of the rules in `health/rules.py`, the causes in step order.
         method: "rloo", or "sft" for the supervised training before it.
     """
@@ -411,8 +411,7 @@ def _advise(kind: Kind, facts: "_Facts") -> str:
     if kind == "broken":
         if result.method != "rloo":
             return f"lower sft.learning_rate or {longer}"
-        is_kept = run.eval.every_steps and run.eval.save_best
-        keep = "" if is_kept else ", and keep the best weights with eval.every_steps and eval.save_best"
+        keep = "" if run.eval.every_steps else ", and keep the best weights with eval.every_steps"
         return f"lower rloo.learning_rate{keep}"
     if kind == "learnt" or result.stopped == "running":
         return ""

@@ -82,7 +82,7 @@ def test_no_subset_of_the_lengths_is_made_to_contradict(model: str, with_all: bo
                 sections["rloo"]["answer_budget"] = 20
             sections["eval"] |= {"max_completion_length": 250, "thinking_budgets": [8, 200]}
         run = build(sections.pop("model"), **sections)
-        longest = 200 + CLOSE_TOKENS["sentence"] + 32 if with_all else 0  # of eval.thinking_budgets
+        longest = 200 + CLOSE_TOKENS["sentence"] + run.forced_answer if with_all else 0  # of eval.thinking_budgets
         assert run.data.max_prompt_length + longest <= run.model.max_seq_length
         assert all(getattr(getattr(run, KEYS[name]), name) == value for name, value in given.items())
 

@@ -68,8 +68,6 @@ WRONG = {
     "rollout.engine=auto",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",
-    "rollout.engine=vllm|rollout.rows=8|rollout.vllm.max_num_seqs=4": "rollout.rows is 8|"
-    "rollout.vllm.max_num_seqs is 4|rollout.vllm.max_num_seqs=null",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",
     "rloo.answer_budget=8": "rloo.answer_budget is 8|rloo.thinking_budget is null|rloo.answer_budget=null",
     "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 60, answer_budget: 8}": "thinking_budget (60)|"
@@ -165,8 +163,6 @@ def test_what_vllm_samples_is_taken(path: Path) -> None:
     budgets = "rloo={max_steps: 1, max_completion_length: 64, thinking_budget: 32, answer_budget: 16, temperature: 2}"
     run = load_config(path, "rollout.engine=vllm", budgets, "rollout.vllm.float8_kv_cache=true", "eval.temperature=2")
     assert run.rollout.vllm.float8_kv_cache and run.rloo.thinking_budget == 32
-    same = load_config(path, "rollout.engine=vllm", "rollout.rows=8", "rollout.vllm.max_num_seqs=8")
-    assert same.rollout.rows == same.rollout.vllm.max_num_seqs == 8
     for engine in ("auto", "native", "generate"):  # these sample at any temperature, and auto does not take vLLM there
         assert load_config(path, f"rollout.engine={engine}", "rloo.temperature=2.5", "model.lora=null")
 

@@ -9,7 +9,7 @@ from rloo_kit.config.run import load_config, refuse_changes
 from rloo_kit.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "arithmetic_thinking.yaml"
-VLLM = ["gpu_memory_utilization=0.5", "float8_kv_cache=true", "max_num_seqs=4", "enforce_eager=true"]
+VLLM = ["gpu_memory_utilization=0.5", "float8_kv_cache=true", "enforce_eager=true"]
 MAY = ["rollout.engine=vllm", "rloo.memory=low", "rloo.max_steps=9999", "sft.max_steps=5", "health.stop=[no_signal]"]
 MAY += ["rloo.save_steps=1", "run.name=other"]
 

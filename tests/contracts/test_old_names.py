@@ -238,10 +238,10 @@ def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", GONE_KEYS)
 def test_a_file_that_sets_a_key_that_is_gone(key: str, tmp_path: Path) -> None:
     """A run's folder has every key of its day: with its default the run goes on, with another value it would differ."""
-    file, gone = tmp_path / "run.yaml", GONE_KEYS[key]
+    file, gone, key = tmp_path / "run.yaml", GONE_KEYS[key], key.replace("sources.", "sources.0.")
     file.write_text(
-        "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
-        "rloo: {max_steps: 1}\nreward_model: {source: pairs.csv}\n"
+        "model: {name: embedded/thinking}\ndata: {sources: [{source: embedded/addition}]}\nrloo: {max_steps: 1}\n"
+        "rewards: [{name: thinking_reward}]\nreward_model: {source: pairs.csv}\n"
     )
     with pytest.warns(FutureWarning, match=f"last defaults: {key}; remove them"):
         assert load_config(file, f"{key}={write_value(gone.default)}") == load_config(file)

@@ -9,11 +9,10 @@ import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.data import gym
-from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
+from rloo_kit.data.gym import GYM_COLUMN, make_dataset, read_gym
 from rloo_kit.data.load import load_data, needs_stack, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
-from rloo_kit.system.isolation import LateError
 from tests.data.conftest import InPlace, jsonl, plain
 
 SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
@@ -55,7 +54,7 @@ def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer
     assert data.train.features[GYM_COLUMN] == datasets.Value("string")
     for row in data.train:
         found = json.loads(row[GYM_COLUMN])
-        assert (found["task"], found["options"], found["level"]) == ("chain_sum", SHORT, None)
+        assert (found["task"], found["options"]) == ("chain_sum", SHORT)
         assert found["entry"]["question"] == plain([row["prompt"]])[0] and found["entry"]["answer"] == row["answer"]
         expression = found["entry"]["metadata"]["expression"]
         assert eval(expression) == int(row["answer"]) and len(expression.split()) <= 5
@@ -69,9 +68,6 @@ def test_test_rows_are_drawn_by_seeds_of_their_own(prepare):
     found = prepare(num_prompts=100, test_source=SUMS, test_size=50)
     assert len(found.train.rows) == 100 and len(found.test.rows) == 50
     assert not set(found.train.texts) & set(found.test.texts)
-    for seed in (0, 1, 2**32 - 1):
-        starts = [first_seed(seed, number) for number in range(100)]
-        assert all(b - a == BLOCK for a, b in zip(starts, starts[1:], strict=False)) and starts[-1] < 2**32
     short = {"min_terms": 1, "max_terms": 2, "max_digits": 1}  # chance repeats stay in the test set
     found = prepare(num_prompts=100, test_source=SUMS, test_size=20, options=short)
     sides = [{found_side.texts[row] for row in found_side.rows} for found_side in (found.train, found.test)]
@@ -91,25 +87,12 @@ def test_only_one_side_is_of_the_library(prepare, write):
     assert (len(found.train.rows), len(found.test.rows)) == (20, 7)
 
 
-def test_levels_of_the_curriculum(prepare):
-    """A level sets several options at once; an option set alongside it wins."""
-
-    def terms(**data):
-        found = prepare(num_prompts=30, **data)
-        rows = [json.loads(found.train.row(row)[GYM_COLUMN]) for row in range(30)]
-        assert rows[0]["level"] == data["curriculum_level"]
-        return max(row["entry"]["metadata"]["num_terms"] for row in rows)
-
-    assert terms(curriculum_level=0) == 2 and terms(curriculum_level=4) == 6
-    assert terms(curriculum_level=4, options={"max_terms": 3}) == 3
-
-
 def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_tokenizer):
     """The column has to be null for the rows of other sources, and each entry has its own options."""
     rows = write("rows.jsonl", jsonl(*({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(60))))
     sources = [
         {"source": SUMS, "weight": 2, "options": SHORT},
-        {"source": SUMS, "curriculum_level": 3},
+        {"source": SUMS, "options": {"min_terms": 4}},
         {"source": "embedded/addition"},
         {"source": str(rows), "answer_after": None},
     ]
@@ -118,31 +101,27 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
     entries = [None if text is None else json.loads(text) for text in found[GYM_COLUMN]]
     assert len(found) == 100 and sum(entry is None for entry in entries) == 40
     assert sum(entry is not None and entry["options"] == SHORT for entry in entries) == 40
-    assert sum(entry is not None and entry["level"] == 3 for entry in entries) == 20
-    own = {f"{SUMS} {json.dumps(SHORT)}", f"{SUMS} level 3"}
+    assert sum(entry is not None and entry["options"] == {"min_terms": 4} for entry in entries) == 20
+    own = {f"{SUMS} {json.dumps(SHORT)}", f'{SUMS} {{"min_terms": 4}}'}
     assert set(found["source"]) == {*own, "embedded/addition", str(rows)} and None not in found["answer"]
     questions = [entry["entry"]["question"] for entry in entries if entry]
     assert len(set(questions)) >= 59, "two entries of one task draw from separate seeds"
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "level", "words"),
+    ("task", "options", "words"),
     [
-        ("chain_sum", {"min_trms": 2}, None, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
-        ("chain_sum", {"min_terms": "2"}, None, r"^data\.options\.min_terms is '2'; it takes a whole number"),
-        ("chain_sum", {"allow_negation": 1}, None, r"^data\.options\.allow_negation is 1; it takes true or false"),
-        ("chain_sum", {"min_terms": 9}, None, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
-        ("chain_sum", {"seed": 3}, None, r"^data\.options\.seed: set data\.seed instead"),
-        ("chain_sum", {}, 99, r"^data\.curriculum_level is 99; the levels of reasoning_gym/chain_sum are 0 to 10"),
-        ("caesar_cipher", {"min_words": 4}, 3, r"^data\.curriculum_level is 3, .* refuses the values of that level"),
-        ("list_functions", {}, 0, r"^data\.curriculum_level is 0, and .*list_functions has no curriculum"),
+        ("chain_sum", {"min_trms": 2}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
+        ("chain_sum", {"min_terms": "2"}, r"^data\.options\.min_terms is '2'; it takes a whole number"),
+        ("chain_sum", {"allow_negation": 1}, r"^data\.options\.allow_negation is 1; it takes true or false"),
+        ("chain_sum", {"min_terms": 9}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
+        ("chain_sum", {"seed": 3}, r"^data\.options\.seed: remove it"),
     ],
 )
-def test_options_that_a_task_does_not_have(task, options, level, words):
-    """The library answers with an assert, or a TypeError in the middle of the rows. Some levels have values that the
-    task itself refuses: data.options was blamed, which was not in the file."""
+def test_options_that_a_task_does_not_have(task, options, words):
+    """The library answers with an assert, or a TypeError in the middle of the rows."""
     with pytest.raises(DataError, match=words):
-        make_dataset(task, options, level, seed=0, size=5)
+        make_dataset(task, options, seed=0, size=5)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +131,6 @@ def test_options_that_a_task_does_not_have(task, options, level, words):
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
-        ({"sources": [{"source": SUMS}, {"source": SUMS, "curriculum_level": 99}]}, r"^data\.sources\.1\.curriculum_l"),
         (
             {"num_prompts": 50, "options": {"min_terms": 1, "max_terms": 1, "max_digits": 1}},
             r"gave 10 different questions in \d+ draws; 50 were .*data\.num_prompts=10 or .* another data\.options",
@@ -220,35 +198,25 @@ def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
     with pytest.raises(DataError, match=r"^data\.options: .*took more than 0\.3 s to set up .*{'build_s': 60}"):
         fake(8, build_s=60)
 
-    def late(*_):
-        raise LateError("late")
-
-    monkeypatch.setattr(gym, "_draw", late)
-    with pytest.raises(DataError, match=r"^data\.curriculum_level: .*with the values of level 3"):
-        read_gym(replace(EIGHT, level=3), 100)
-
 
 def test_a_task_that_gives_no_row(prepare, monkeypatch):
     """With num_prompts null the empty list of rows ended in an IndexError."""
     monkeypatch.setattr(gym, "_score", lambda *_: 0.0)
-    with pytest.raises(DataError, match=r"^data\.source: .*500 questions whose .*another data\.curriculum_level$"):
-        prepare(curriculum_level=1)
+    with pytest.raises(DataError, match=r"^data\.source: .*500 questions whose .*another data\.options$"):
+        prepare()
 
 
 def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
     """The task of a test source got the options of another."""
 
     def first(side, **data):
-        row = json.loads(getattr(prepare(**data), side).row(0)[GYM_COLUMN])
-        return row["options"], row["level"]
+        return json.loads(getattr(prepare(**data), side).row(0)[GYM_COLUMN])["options"]
 
-    given = {"options": SHORT, "curriculum_level": 1}
     entry = {"source": SUMS, "options": SHORT}
-    assert first("train", num_prompts=20, sources=[entry], curriculum_level=3) == (SHORT, None)
-    entry = {"source": SUMS, "curriculum_level": 1}
-    assert first("train", num_prompts=20, sources=[entry], options=SHORT) == ({}, 1)
-    assert first("test", num_prompts=10, test_source=SORTING, test_size=5, **given) == ({}, None)
-    assert first("test", num_prompts=10, test_source=SUMS, test_size=5, **given) == (SHORT, 1)
+    assert first("train", num_prompts=20, sources=[entry], options={"min_terms": 4}) == SHORT
+    assert first("train", num_prompts=20, sources=[{"source": SUMS}], options=SHORT) == SHORT
+    assert first("test", num_prompts=10, test_source=SORTING, test_size=5, options=SHORT) == {}
+    assert first("test", num_prompts=10, test_source=SUMS, test_size=5, options=SHORT) == SHORT
 
 
 def test_rows_that_no_reward_scores(prepare, write):

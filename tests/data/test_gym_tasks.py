@@ -69,7 +69,7 @@ def runs_python(verifier: Any, entry: dict[str, Any]) -> bool:
 def find_faults(task: str, rows: int) -> list[str]:
     """What is wrong with the task's verifier on `rows` rows."""
     random.seed(START)  # list_functions draws some rows with the generator that all share
-    dataset, verifier = (make_dataset(task, {}, None, seed=seed, size=rows) for seed in (START, 0))
+    dataset, verifier = (make_dataset(task, {}, seed=seed, size=rows) for seed in (START, 0))
     entries = [dataset[index] for index in range(rows)]
     if any(runs_python(verifier, entry) for entry in entries[:5]):
         return ["runs an answer as Python"]

@@ -19,12 +19,10 @@ QWEN_LIKE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [("thinking", "qwen3"), ("instruct", "compact"), ("untaught", "compact")]
-)
-def test_the_embedded_tokenizer_is_the_same_one(kind: str, vocabulary: str) -> None:
+@pytest.mark.parametrize("kind", ["thinking", "instruct", "untaught"])
+def test_the_embedded_tokenizer_is_the_same_one(kind: str) -> None:
     """A row that fits before the stack and not after it would be found behind the model again."""
-    light, heavy = embedded_tokenizer(kind, vocabulary), build_tokenizer(kind, vocabulary)
+    light, heavy = embedded_tokenizer(kind), build_tokenizer(kind)
     assert light.get_vocab() == heavy.get_vocab()
     assert light(TEXTS)["input_ids"] == heavy(TEXTS)["input_ids"]
     for text in TEXTS:
@@ -41,7 +39,7 @@ def test_the_embedded_tokenizer_is_the_same_one(kind: str, vocabulary: str) -> N
 @pytest.mark.parametrize("template", [None, QWEN_LIKE])
 def test_a_folder_gives_the_same_prompts(tmp_path: Path, template: str | None) -> None:
     """A template rendered in another way would refuse, or accept, other rows than the run does."""
-    heavy = build_tokenizer("thinking", "compact")
+    heavy = build_tokenizer("thinking")
     heavy.chat_template = template or heavy.chat_template
     heavy.save_pretrained(tmp_path)
     heavy, light = AutoTokenizer.from_pretrained(tmp_path), read_tokenizer(tmp_path)
@@ -58,7 +56,7 @@ def test_a_folder_gives_the_same_prompts(tmp_path: Path, template: str | None) -
 def test_what_only_transformers_can_load_is_left_to_it(tmp_path: Path) -> None:
     """A template with a tag of transformers' own would be called broken before the run, which renders it."""
     assert read_tokenizer(tmp_path) is None
-    heavy = build_tokenizer("thinking", "compact")
+    heavy = build_tokenizer("thinking")
     heavy.chat_template = "{% generation %}x{% endgeneration %}"
     heavy.save_pretrained(tmp_path)
     assert read_tokenizer(tmp_path) is None

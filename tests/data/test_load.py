@@ -231,9 +231,6 @@ def test_too_long_prompts(make_run, tiny_tokenizer, capsys):
     longest = len(tiny_tokenizer(rendered(rows[3]))["input_ids"])
     found = f"2 of 4 prompts are longer than data.max_prompt_length={limit} tokens; the longest has {longest}"
     assert f"{found} (the list of rows, row 4)" in capsys.readouterr().out
-    with pytest.raises(DataError) as caught:
-        load_data(make_run(max_prompt_length=limit, too_long="refuse"), tiny_tokenizer, rows=rows)
-    assert found in str(caught.value) and "data.too_long: drop" in str(caught.value)
     with pytest.raises(DataError, match=r"none is left. Raise data.max_prompt_length"):
         load_data(make_run(max_prompt_length=3), tiny_tokenizer, rows=rows)
 
@@ -307,13 +304,12 @@ def test_twins_of_a_prompt():
     assert len({prompt_identity(other) for other in others}) == len(others)
 
 
-def test_split_is_that_of_the_seed(make_run, tiny_tokenizer):
+def test_the_split_is_always_the_same(make_run, tiny_tokenizer):
     """Another split after a restart would measure on prompts that were trained on; the seed of Python's hashes, which
     changes with each process, must have no say (the expected prompts are written down here)."""
     first = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
     again = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
-    other = load_data(make_run(test_size=5, seed=1), tiny_tokenizer, rows=ROWS)
-    assert prompts_of(first) == prompts_of(again) != prompts_of(other)
+    assert prompts_of(first) == prompts_of(again)
     assert sorted(first.test["answer"][:], key=int) == ["14", "16", "18", "19", "20"]
     train = first.train["prompt"][:]
     assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]
@@ -386,7 +382,7 @@ def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message
     (row,) = load_data(run, tiny_tokenizer, rows=given).train.to_list()
     assert (row["question"], row["user_message"], row["answer"]) == ("Where from?", ASKED, "Norway")
     assert prepare_data(run, tiny_tokenizer, given).train.row(0) == row, "cheap checks and rewards see the same row"
-    form = ToolFormat(embedded_tokenizer("untaught", "compact"))
+    form = ToolFormat(embedded_tokenizer("untaught"))
     shown = form.observe(row, " (1 of 2)")
     assert shown == row["prompt"].replace(ASKED, f"{ASKED} (1 of 2)") and PASSAGE in shown
     seen = []

@@ -109,12 +109,14 @@ def test_what_is_left_out_is_counted(make_run):
     tokenizer = build_tokenizer("thinking")
     held_out = prepare_data(make_run(), tokenizer).test
     twin = held_out.texts[0].replace("<|im_end|>", " ?<|im_end|>").upper()
-    worked = load_worked(make_run(rows + [{"prompt": "c"}], max_length=60), tokenizer, [twin])
+    run = make_run(rows + [{"prompt": "c"}])
+    run.model.max_seq_length = 60
+    worked = load_worked(run, tokenizer, [twin])
     assert (len(worked.examples), worked.num_rows) == (9, 16)
     assert worked.notes == [
         "5 of 16 rows whose column 'completion' is empty (sft.completion_column) are left out",
         "1 of 16 rows whose prompts are held out for the evaluation are left out",
-        "1 of 16 rows of more than 60 tokens (sft.max_length) are left out",
+        "1 of 16 rows of more than 60 tokens (model.max_seq_length) are left out",
     ]
 
 
@@ -137,7 +139,6 @@ def test_the_empty_column_is_named(make_run):
         (ROWS, {"completion_column": "solution"}, r"no column 'solution'.* found: prompt.*sft.completion_column"),
         (ROWS, {"thinking_column": "work"}, r"no column 'work'.*sft.thinking_column"),
         (ROWS, {"completion_column": "answer"}, r"10 of 10 .*no </think> .*line 1.*sft.thinking_column"),
-        (ROWS, {"max_length": 5}, r"no demonstration is left to train on: .*10 of 10 rows of more than 5 tokens"),
         (ROWS, {"source": "other.jsonl"}, r"sft.source: no file other.jsonl"),
         ([ROWS[0] | {"completion": 3}], {}, r"line 1: completion is 3; a demonstration is text"),
         ([ROWS[0] | {"completion": "a</think>b</think>c"}], {}, r"line 1: .* more than once"),
@@ -217,7 +218,8 @@ def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str
     last = {"role": "assistant", "content": "done", **thought}
     talk = [both, RESULT, RESULT | {"name": "add"}, once, RESULT | {"reasoning_content": None}, last]
     rows = [{"prompt": "?", "completion": one} for one in (talk, json.dumps(talk))]
-    run = make_run(rows, "untaught" if thinks else "instruct", tools, max_length=2000)
+    run = make_run(rows, "untaught" if thinks else "instruct", tools)
+    run.model.max_seq_length = 2000
     found = load_worked(run, tokenizer, ()).examples
     assert found[0] == found[1], "messages as JSON"
     assert "add" in tokenizer.decode(found[0].prompt_ids), "the prompt has the tools"
@@ -273,7 +275,8 @@ def test_nulls_of_arrow_are_not_imitated(make_run, tools, tmp_path, kind):
         [CALLING | {"tool_calls": [{"function": {"name": "add", "arguments": one}}]}, RESULT, SAID] for one in by_line
     ]
     rows = [{"prompt": "?", "completion": talk} for talk in talks]
-    run, table = make_run(rows, "untaught", tools, max_length=2000), pyarrow.Table.from_pylist(rows)
+    run, table = make_run(rows, "untaught", tools), pyarrow.Table.from_pylist(rows)
+    run.model.max_seq_length = 2000
     given = {"arrow": table, "dataset": Dataset(table), "pandas": table.to_pandas().to_dict("records")}.get(kind)
     if kind == "parquet":
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")

@@ -32,7 +32,7 @@ model: {{name: {model}, lora: {{r: 2, alpha: 4}}, max_seq_length: 128}}
 data: {{source: any/prompts, system_prompt: Be brief., max_prompt_length: 64}}
 rewards: [{{name: length_reward}}]
 rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 12}}
-eval: {{temperature: 0.7, answer_budget: 4}}
+eval: {{temperature: 0.7}}
 """
 
 
@@ -91,8 +91,9 @@ def test_the_model_reads_what_it_was_trained_on(trained):
     assert other.thinking != given.thinking
 
 
-def test_a_budget_closes_the_thinking(trained):
+def test_a_budget_closes_the_thinking(trained, monkeypatch):
     """A model that never stops thinking is made to answer; the forced token is not part of its text."""
+    monkeypatch.setattr("rloo_kit.config.run.FORCED_ANSWER", 4)
     run, policy = trained
     given = ask(run, policy, "1+2=", budget=3, stream=False)
     assert (given.thinking_tokens, given.forced, given.closed) == (3, True, True)
@@ -100,7 +101,7 @@ def test_a_budget_closes_the_thinking(trained):
     wanted = sampled(run, policy, PROMPT, limits=limits)
     assert given.tokens == len(wanted.ids) == 12 and "</think>" not in given.thinking + given.answer
     assert "3 of thinking; closed by the budget; truncated" in given.summary
-    assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "eval.answer_budget is the least"
+    assert ask(run, policy, "1+2=", budget=11, stream=False).tokens == 11 + 1 + 4, "the least for an answer"
     assert ask(run, policy, "1+2=", budget=3, max_tokens=6, stream=False).tokens == 6
     assert ask(run, policy, "1+2=", budget=3, max_tokens=5, stream=False).tokens == 5
     with pytest.raises(ConfigError, match="max-tokens .*above 4 or lower --budget"):

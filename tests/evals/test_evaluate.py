@@ -106,7 +106,7 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     half. Every accuracy is over the rows with an answer, and the table gives their number."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
-    options = {"num_samples": 2, "pass_at_k": [2], "thinking_budgets": [2], "answer_budget": 3, "num_completions": 2}
+    options = {"num_samples": 2, "pass_at_k": [2], "thinking_budgets": [2]}
     judged = [index for index in range(NUM_PROMPTS) if index % 3]
     some = [answer if index in judged else None for index, answer in enumerate(gold)]
     whole, part = (evaluate(make_run(**options), policy, make_dataset(each)) for each in (gold, some))
@@ -119,7 +119,7 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     assert part.value("accuracy") > 0
     assert part.pass_at_k[2] == sum(bool(share) for share in part.measures["accuracy"].per_prompt) / len(judged)
     assert part.budgets[0].forced_share == whole.budgets[0].forced_share
-    assert [sample["correct"] is None for sample in part.samples] == [True, False]
+    assert [sample["correct"] is None for sample in part.samples] == [index not in judged for index in range(10)]
     assert f"{len(judged)} of {NUM_PROMPTS}" in str(part) and "with an answer" not in str(whole)
     assert Evaluation.from_dict(json.loads(json.dumps(part.to_dict()))) == part
     for before in (part, whole):
@@ -198,7 +198,9 @@ def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
     found = generate_completions(policy, make_dataset()["prompt"][:], limits)
     gold = answers_of(policy, limits=limits)
     gold = [answer if answer and index % 2 else "no such answer" for index, answer in enumerate(gold)]
-    measured = evaluate(make_run(thinking_budgets=[2], answer_budget=3), policy, make_dataset(gold))
+    run = make_run(thinking_budgets=[2])
+    run.rloo.answer_budget = 3
+    measured = evaluate(run, policy, make_dataset(gold))
     (entry,) = measured.budgets
     verdicts = [float(answer != "no such answer") for answer in gold]
     for side, name in ((True, "forced"), (False, "unforced")):
@@ -233,7 +235,7 @@ def test_budgets_need_a_model_that_thinks(make_run, make_policy):
         ConfigError, match=r"thinking_budgets is \[4\], but this model does not think \(family instruct\)"
     ):
         evaluate(make_run(thinking_budgets=[4]), make_policy("instruct"), make_dataset())
-    run = make_run(thinking_budgets=[4, 2000], answer_budget=32)
+    run = make_run(thinking_budgets=[4, 2000])
     run.model.max_seq_length, run.data.max_prompt_length = 2048, 256
     with pytest.raises(ConfigError, match=r"is 2289 tokens, but model.max_seq_length is 2048. Lower one of the first"):
         evaluate(run, make_policy(), make_dataset())
@@ -241,16 +243,16 @@ def test_budgets_need_a_model_that_thinks(make_run, make_policy):
 
 def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch):
     """Only ten of a thousand prompts could be read in an evaluation; a file of 100 MB would be no better."""
+    monkeypatch.setattr("rloo_kit.evals.evaluate.SHOWN", 2)
     dataset = make_dataset(["1"] * NUM_PROMPTS)
-    whole = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
-    first = evaluate(make_run(greedy=False, num_completions=2, num_prompts=5), make_policy(), dataset)
+    whole = evaluate(make_run(greedy=False), make_policy(), dataset)
+    first = evaluate(make_run(greedy=False, num_prompts=5), make_policy(), dataset)
     assert first.num_prompts == 5 and first.prompt_digests == whole.prompt_digests[:5], "the same before and after"
     assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
     assert [one["prompt"] for one in [*whole.samples, *whole.more_samples]] == list(dataset["prompt"])
-    assert evaluate(make_run(greedy=False, num_completions=0), make_policy(), dataset).more_samples == []
     one = len(whole.more_samples[0]["prompt"]) + 200
     monkeypatch.setattr("rloo_kit.evals.evaluate.SAMPLE_CHARS", one)
-    few = evaluate(make_run(greedy=False, num_completions=2), make_policy(), dataset)
+    few = evaluate(make_run(greedy=False), make_policy(), dataset)
     assert few.samples == whole.samples and few.more_samples == whole.more_samples[: len(few.more_samples)]
     assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
 

@@ -27,7 +27,7 @@ run: {{output_dir: {output}, progress_every_s: 0, sample_every_steps: 0, evaluat
 model: {{name: {model}, lora: {{r: 2, alpha: 2, target_modules: [q_proj, v_proj]}}, max_seq_length: 128}}
 data: {{source: {data}, test_size: 5, max_prompt_length: 64}}
 rewards: [{{name: length_reward}}]
-eval: {{batch_size: 3, num_completions: 5, temperature: 0, max_completion_length: 5}}
+eval: {{batch_size: 3, temperature: 0, max_completion_length: 5}}
 rloo:
   max_steps: 30
   learning_rate: 1e-2

@@ -183,7 +183,7 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
         tokenizer.chat_template = TEMPLATE
         make_tiny_model().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        run = kit.load_config(write_config(), f"model.name={folder}", "eval.num_completions=2", *overrides)
+        run = kit.load_config(write_config(), f"model.name={folder}", *overrides)
         kit.check(run)
         policy = kit.load_policy(run)
         return run, policy, kit.load_data(run, policy.tokenizer)

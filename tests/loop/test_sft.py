@@ -26,12 +26,14 @@ from rloo_kit.runs.folder import RunDir, open_folder
 from tests.gradient.test_scorer import by_logits
 from tests.loop.conftest import by_ids
 
-SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_steps=2", "sft.warmup_steps=0")
+SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_steps=2")
 
 
 @pytest.fixture
-def load(write_config, tmp_path):
+def load(write_config, tmp_path, monkeypatch):
     """`load(*overrides)`: run, policy and data of the tiny model, its rows with demonstrations of several lengths."""
+
+    monkeypatch.setattr(sft, "WARMUP_SHARE", 0)  # the first of two steps would do nothing
 
     def prepare(*overrides):
         file = write_config()

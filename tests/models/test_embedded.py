@@ -32,15 +32,14 @@ from rloo_kit.models.embedded import (
     rebuild,
 )
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
-from rloo_kit.think_tags import QWEN3_IDS, bind_think_tags
 
 QUESTION = [{"role": "user", "content": "47+385="}]
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> dict[tuple[str, str], Any]:
-    """Both kinds with both vocabularies."""
-    return {(kind, vocabulary): build_tokenizer(kind, vocabulary) for kind in KINDS for vocabulary in ROWS}
+def tokenizers() -> dict[str, Any]:
+    """One of each kind."""
+    return {kind: build_tokenizer(kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +55,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLOO_KIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         return build(steps=2, report=lambda line: None)
-
-
-def test_ids_of_qwen3(tokenizers):
-    """Rewards look for 151668; a stand-in with other ids would test a path that no real model takes."""
-    tokenizer = tokenizers["thinking", "qwen3"]
-    assert {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN3_IDS} == QWEN3_IDS
-    assert tokenizer("!0</think>")["input_ids"] == [0, 15, 151668]
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (151645, 151643, 151669)
-    assert bind_think_tags(tokenizer).end_id == 151668
 
 
 def test_shared_row_is_exactly_the_full_softmax():
@@ -84,29 +74,28 @@ def test_shared_row_is_exactly_the_full_softmax():
         torch.testing.assert_close(ours, full, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("vocabulary", ["compact", "qwen3"])
-def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocabulary):
+def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan):
     """Rows at the wrong ids, or a table written wrongly, would leave a model that never saw its own vocabulary."""
     from transformers import Qwen3ForCausalLM
 
-    tokenizer = tokenizers["thinking", vocabulary]
+    tokenizer = tokenizers["thinking"]
     used = cold_start.used_ids(tokenizer, tasks.ADDITION.alphabet)
     assert len(used) == 25 and set(used) >= set(tokenizer("0123456789+=\n")["input_ids"])
     torch.manual_seed(0)
     small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
-    full = cold_start.with_full_table(small, short_plan, used, ROWS[vocabulary], tokenizer)
+    full = cold_start.with_full_table(small, short_plan, used, ROWS, tokenizer)
     slots = {token: slot for slot, token in enumerate(used)}
     pairs = [(47, 385), (12, 9)]
     tokens, targets = cold_start.demonstrate(
         tokenizer, slots, "thinking", tasks.ADDITION, pairs, short_plan.habit, random.Random(1)
     )
     with torch.no_grad():
-        loss = cold_start.imitation_loss(small, tokens, targets, ROWS[vocabulary] - len(used))
+        loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used))
         logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
     kept = targets != cold_start.IGNORED
     expected = functional.cross_entropy(logits[kept], torch.tensor(used)[targets[kept]])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert full.config.vocab_size == ROWS[vocabulary] and full.lm_head.weight is full.model.embed_tokens.weight
+    assert full.config.vocab_size == ROWS and full.lm_head.weight is full.model.embed_tokens.weight
     for row in targets:  # the loss is on the completion, all of it, alone
         shown = tokenizer.decode(torch.tensor(used)[row[row != cold_start.IGNORED]].tolist())
         assert re.fullmatch(r"(\d\+\d[+=\d]*\n?)*</think>\n\n\d+<\|im_end\|>", shown), shown
@@ -114,7 +103,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan, vocab
 
 def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatch):
     """A demo that depended on what the caller had seeded would learn on one day and not on the next."""
-    tokenizer, plan = tokenizers["thinking", "compact"], replace(short_plan, steps=30, warmup_steps=5)
+    tokenizer, plan = tokenizers["thinking"], replace(short_plan, steps=30, warmup_steps=5)
     losses: list[float] = []
     compute = cold_start.imitation_loss
 
@@ -125,12 +114,10 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
 
     monkeypatch.setattr(cold_start, "imitation_loss", record)
     models = []
-    for seed, before in ((0, 11), (0, 12)):
+    for before in (11, 12):
         torch.manual_seed(before)
         random.seed(before)
-        models.append(
-            cold_start.train_embedded(tokenizer, "thinking", tasks.ADDITION, "compact", seed, plan, print).state_dict()
-        )
+        models.append(cold_start.train_embedded(tokenizer, "thinking", tasks.ADDITION, plan, print).state_dict())
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
@@ -158,11 +145,9 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"steps": 3}, {"name": "instruct"}, {"vocabulary": "qwen3"}, {"name": "thinking@sorting"}]
-)
+@pytest.mark.parametrize("change", [{"steps": 3}, {"name": "instruct"}, {"name": "thinking@sorting"}])
 def test_other_content_is_another_entry(built, change, monkeypatch):
-    """Another seed, kind, vocabulary or length of the cold start is another model."""
+    """Another kind, family or length of the cold start is another model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(SetupError, match="cold start of embedded/.* exit code 1"):
@@ -172,12 +157,12 @@ def test_other_content_is_another_entry(built, change, monkeypatch):
 # Plan, tokenizer and the first demonstrations of each model under the recipe of its kind. Where this changes, raise the
 # kind's entry in `RECIPES` and write down the new values: the cache would go on handing out the old recipe's model.
 FINGERPRINTS = {
-    "instruct": (1, "87aae49a02f0"),
-    "thinking@addition": (2, "67001b9c4676"),
-    "thinking@subtraction": (2, "5d8c719639c1"),
-    "thinking@sorting": (2, "7353bc489d78"),
-    "thinking@checked_addition": (2, "1a0c1c8382f5"),
-    "thinking@chain_sum": (2, "d69e77f776fe"),
+    "instruct": (1, "a64c62c48c60"),
+    "thinking@addition": (2, "90440116bfc2"),
+    "thinking@subtraction": (2, "2d39f241987c"),
+    "thinking@sorting": (2, "403dba6cccd9"),
+    "thinking@checked_addition": (2, "06b20243e14a"),
+    "thinking@chain_sum": (2, "786b01d4f4c5"),
 }
 
 
@@ -187,36 +172,27 @@ def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
     kind, _, task = name.partition("@")
     family = find_family(task) if task else tasks.IN_THE_HEAD
     plan, rng = find_plan(kind, family), random.Random(0)
-    tokenizer = tokenizers[kind, "compact"]
+    tokenizer = tokenizers[kind]
     used = cold_start.used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
     problems = [draw_problem(family, rng, reserved=True) for _ in range(50)]
     tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, family, problems, plan.habit, rng)
     config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
-    vocabularies = [tokenizers[kind, v].get_vocab() for v in ("compact", "qwen3")]
-    found = [repr(plan), used, tokens.tolist(), targets.tolist(), vocabularies]
+    found = [repr(plan), used, tokens.tolist(), targets.tolist(), tokenizer.get_vocab()]
     found += [tokenizer.chat_template, config]
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
     assert (RECIPES[kind], digest) == FINGERPRINTS[name]
 
 
-def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, short_plan):
+def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers):
     """It stands for a model that solves nothing: same sizes, same text without tools, and no step of the cold start."""
     assert PLANS["untaught"] == replace(PLANS["thinking"], steps=0)
     talk = [{"role": "system", "content": "Add."}, *QUESTION, {"role": "assistant", "content": "</think>2"}, *QUESTION]
-    for vocabulary in ROWS:
-        mine, taught = tokenizers["untaught", vocabulary], tokenizers["thinking", vocabulary]
-        assert mine.get_vocab() == taught.get_vocab()
-        for messages in (QUESTION, talk):
-            options = {"tokenize": False, "add_generation_prompt": True}
-            assert mine.apply_chat_template(messages, **options) == taught.apply_chat_template(messages, **options)
-    plan = replace(short_plan, steps=0)
-    one, other, another = (
-        cold_start.train_embedded(tokenizers["untaught", "compact"], "untaught", tasks.ADDITION, "compact", seed, plan)
-        for seed in (0, 0, 1)
-    )
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
-    assert not torch.equal(one.model.embed_tokens.weight, another.model.embed_tokens.weight)
+    mine, taught = tokenizers["untaught"], tokenizers["thinking"]
+    assert mine.get_vocab() == taught.get_vocab()
+    for messages in (QUESTION, talk):
+        options = {"tokenize": False, "add_generation_prompt": True}
+        assert mine.apply_chat_template(messages, **options) == taught.apply_chat_template(messages, **options)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +200,6 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
     [
         ({"name": "thinking@dance"}, "no task family 'dance': take addition, subtraction"),
         ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
-        ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
         ({"steps": 0}, "steps=0: the cold start needs at least 1 step"),
     ],
 )
@@ -303,8 +278,8 @@ def test_a_folder_of_the_cache_is_known_by_its_name() -> None:
     assert [name_built(smollm2_folder(name).name) for name in SMOLLM2] == [{"name": name} for name in SMOLLM2]
     assert rebuild("smollm2-chat-r1") is None
     for family in FAMILIES:
-        found = name_built(f"thinking@{family}-compact-3-r{RECIPES['thinking']}")
-        assert found == {"name": f"embedded/thinking@{family}", "vocabulary": "compact", "build_seed": 3}
+        found = name_built(f"thinking@{family}-compact-0-r{RECIPES['thinking']}")
+        assert found == {"name": f"embedded/thinking@{family}"}
 
 
 @pytest.mark.slow

@@ -185,9 +185,9 @@ def test_prompts_that_do_not_match() -> None:
 
 
 def test_nothing_kept_and_nothing_asked_for() -> None:
-    """`eval.num_completions: 0` is a choice; `num=0` is a mistake."""
+    """An evaluation during training keeps none; `num=0` is a mistake."""
     shown = show_completions(make_evaluation(), make_evaluation())
-    assert repr(shown) == "no completions were kept; set eval.num_completions above 0" and repr(shown) in html_of(shown)
+    assert repr(shown) == "no completions were kept" and repr(shown) in html_of(shown)
     for num in (0, -1, True, 2.5, "4"):
         with pytest.raises(ConfigError, match=r"num is .*; it takes a whole number of prompts, 1 or more"):
             show_completions(make_evaluation(make_sample("q")), num=num)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 PAPERMILL = Path(sys.executable).with_name("papermill")
 LIMIT_S = 300  # of one run: fifteen seconds where nothing else runs; this is for one that hangs
 SMALL: dict[str, Any] = {"max_steps": 3, "num_generations": 4, "eval_prompts": 12}
-OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16 eval.num_completions=4"
+OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16"
 # The Qwen3 notebooks with the embedded model: every cell of theirs runs, with the file of their small twin.
 EMBEDDED = {
     "qwen3_thinking_rloo": {"config": "configs/evening_cpu.yaml"},
@@ -147,7 +147,6 @@ OWN = {
         "max_steps": 2, "learning_rate": 5e-4, "num_generations": 4, "per_device_train_batch_size": 16,
         "max_completion_length": 20,
     },
-    "eval": {"num_completions": 4},
     "run": {"seed": 3},
 }  # fmt: skip
 REWARD = """def even(completions, **columns):
@@ -184,7 +183,7 @@ def test_a_users_file_with_a_reward_of_their_own(start: Start, tmp_path: Path) -
 def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:
     """A notebook that goes on after a run without signal exits 0, and a batch counts it as done. It is also what the
     notebook says happens with `max_completion_length = 4`."""
-    stop = f"{OVERRIDES} health.stop=[no_signal] rloo.max_steps=5"
+    stop = f"{OVERRIDES} health.stop=[no_signal] rloo.max_steps=6"
     parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
     assert done.exit_code == "1"

@@ -86,7 +86,7 @@ def test_the_tasks_of_the_library_are_shown(
     ]
     overrides = ["data.test_size=4", "model.family=auto", "model.enable_thinking=null"]  # the tokenizer has no switch
     parameters = SimpleNamespace(config=ROOT / "configs" / f"{file}.yaml", overrides=overrides)
-    policy = SimpleNamespace(tokenizer=build_tokenizer("thinking", "qwen3"))
+    policy = SimpleNamespace(tokenizer=build_tokenizer("thinking"))
     exec(cell.source, {"kit": kit, "parameters": parameters, "policy": policy})
     shown = capsys.readouterr().out
     assert printed in shown

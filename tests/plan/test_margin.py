@@ -147,7 +147,7 @@ def test_evaluations_are_part_of_the_hours() -> None:
     words = ["eval.thinking_budgets=[1024]", "eval.greedy=true", "eval.batch_size=32", "eval.num_samples=2"]
     words += ["rollout.engine=generate"]
     run = load_config(THINKING, *words)
-    passes = [(200, 2, 4087), (100, 1, 4087), (100, 1, 1024 + 23 + 32)]
+    passes = [(200, 2, 4087), (100, 1, 4087), (100, 1, 1024 + 23 + 512)]
     assert list_evaluations(run, 4087) == 2 * passes
     words = ["data.test_size=0.5", "eval.num_prompts=1000"]
     assert list_evaluations(load_config(THINKING, *words), 4087)[0] == (1000, 1, 4087), "it was 100"

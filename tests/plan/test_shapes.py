@@ -11,7 +11,7 @@ from rloo_kit import load_config, plan_vram
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import Workload
 from rloo_kit.plan.planner import find_machine, read_workload
-from rloo_kit.plan.shapes import EMBEDDED, EMBEDDED_ROWS, ModelShape, find_shape, shape_of_config
+from rloo_kit.plan.shapes import EMBEDDED, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import GPUS, token_step_bytes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -225,7 +225,6 @@ def test_numbers_that_are_held_twice_agree() -> None:
     from rloo_kit.data import light_tokenizer as tokenizer
     from rloo_kit.models import cold_start
 
-    assert EMBEDDED_ROWS == tokenizer.ROWS
     for plan in cold_start.PLANS.values():
-        config = cold_start.model_config(plan, tokenizer.ROWS["compact"]).to_dict()
+        config = cold_start.model_config(plan, tokenizer.ROWS).to_dict()
         assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED

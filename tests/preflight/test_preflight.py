@@ -523,11 +523,8 @@ def counted(completions, **_columns):
 """
 
 
-HALF = pytest.param(["model.lora.dropout=0.1"], marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("words", [["rloo.beta=0.05"], HALF], ids=str)
-def test_training_afterwards_is_training_without(prepare, tmp_path, words, monkeypatch):
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_training_afterwards_is_training_without(prepare, tmp_path, precision, monkeypatch):
     """With a preflight in front, `train` gives bit for bit the weights that it gives without one: for a new adapter, a
     continued one and the base, and with a reward in a worker that counts its calls."""
     (tmp_path / "my_rewards.py").write_text(COUNTER)
@@ -538,8 +535,8 @@ def test_training_afterwards_is_training_without(prepare, tmp_path, words, monke
     first = prepare(file, *usual, "run.name=start")
     kit.train(*first)
     usual.append(f"model.adapter={first[0].folder / 'adapter'}")
-    if "model.lora.dropout=0.1" in words:
-        monkeypatch.setattr(environment, "mixed_precision", lambda dtype: "bf16")
+    monkeypatch.setattr(environment, "mixed_precision", lambda dtype: precision)
+    words = ["rloo.beta=0.05"] if precision == "no" else []
     made = []
     for name, checked in (("without", False), ("with", True)):
         run, policy, data, rewards = prepare(file, *usual, *words, f"run.name={name}")

@@ -115,7 +115,6 @@ def tiny_config(project: Project, tiny_folder: Path) -> Path:
         "rewards": [{"name": "length_reward"}],
         "rloo": {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4,
                  "beta": 0.0},
-        "eval": {"num_completions": 1},
     }  # fmt: skip
     file = project.work / "configs" / "tiny.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -143,7 +142,7 @@ def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub
 
 
 SMALL = {"max_steps": 2, "num_generations": 4, "eval_prompts": 8}
-OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16 eval.num_completions=2"
+OVERRIDES = "data.num_prompts=200 data.test_size=40 rloo.per_device_train_batch_size=16"
 
 
 @LONG

@@ -195,7 +195,7 @@ def write_task(task: Task, folder: Path) -> Path:
         "data": {"test_size": 120, "max_prompt_length": 64, "source": str(folder / "rows.jsonl")},
         "rewards": [dict(entry) for entry in task.rewards],
         "rloo": rloo | {"num_generations": 4, "per_device_train_batch_size": 32},
-        "eval": evaluation | {"greedy": task.greedy, "num_completions": 4, "save_best": False},
+        "eval": evaluation | {"greedy": task.greedy},
         "run": {"name": task.name, "output_dir": str(folder / "outputs"), "progress_every_s": 0.001}
         | {"sample_every_steps": 0},
     }

@@ -23,7 +23,7 @@ model: {name: the one that is given, max_seq_length: 128}
 data: {source: embedded/addition}
 rewards: [{name: thinking_reward}]
 rloo: {max_steps: 1, optim: sgd, max_grad_norm: 0}
-sft: {max_steps: 2, learning_rate: 0.5, warmup_steps: 0, per_device_train_batch_size: 2, gradient_accumulation_steps: 2}
+sft: {max_steps: 2, learning_rate: 0.5, per_device_train_batch_size: 2, gradient_accumulation_steps: 2}
 """
 
 

@@ -74,7 +74,7 @@ def draw():
     random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
     between()
     return random.random(), numpy.random.rand(), torch.rand(1).item()
-settings = "rollout.vllm.max_num_seqs=3", "rloo.max_steps=2"
+settings = "rollout.rows=3", "rloo.max_steps=2"
 before, between = (torch.set_num_threads, sys.excepthook), lambda: None
 drawn, between = draw(), lambda: start_engine(read("vllm", *settings), policy)
 assert drawn == draw()
