@@ -30,7 +30,6 @@ HealthRule = Literal[
     "sampler_gap",
 ]  # fmt: skip
 
-VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
 
 WHY_REFUSED = (
@@ -59,8 +58,6 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
         *_find_thinking_problems(values),
         *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
-    if engine and "temperature" in values:
-        problems += find_temperature_problems(engine, {"rloo.temperature": values["temperature"]})
     return problems
 
 
@@ -156,23 +153,6 @@ def find_tool_problems(values: Mapping[str, Any]) -> list[str]:
     return [f"rloo.tools, rloo.environment: {name} is not of the form {forms}" for name in wrong]
 
 
-def find_temperature_problems(engine: str, temperatures: Mapping[str, float]) -> list[str]:
-    """Temperatures, by key, outside the engine's range.
-
-    >>> find_temperature_problems("server", {"rloo.temperature": 2.5})
-    ['rloo.temperature is 2.5, and vLLM samples at 0.01 to 2; set rloo.temperature=2 or lower, or rollout.engine=auto']
-    """
-    if engine not in ("server", "vllm"):
-        return []
-    low, high = VLLM_LEAST_TEMPERATURE, VLLM_TEMPERATURE
-    return [
-        f"{key} is {value:g}, and vLLM samples at {low:g} to {high:g}; set {key}="
-        f"{f'{high:g} or lower' if value > high else f'{low:g} or higher'}, or rollout.engine=auto"
-        for key, value in temperatures.items()
-        if value > high or 0 < value < low
-    ]
-
-
 # ------------------------------------------------------------------------------------------------ whole groups
 
 
@@ -186,36 +166,24 @@ def usual_batch(num_generations: int | None) -> int:
 
 
 def find_batch_problems(values: Mapping[str, Any]) -> list[str]:
-    """Why a rollout does not consist of whole groups, or no evaluation's batch does.
+    """Why a rollout does not consist of whole groups.
 
     >>> find_batch_problems({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4})
     []
 
     Args:
-        values: options by their name in `RLOOConfig`; a file has no generation_batch_size and no batch of evaluations.
+        values: options by their name in `RLOOConfig`; a generation_batch_size, which a file has not, is TRL's to check.
     """
-    group, processes = values["num_generations"], count_processes()
-    steps, size = values.get("steps_per_generation"), values.get("generation_batch_size")
-    a_pass = values["per_device_train_batch_size"] * processes
-    problems = []
+    group = values["num_generations"]
     if group < 2:
         return [f"num_generations is {group}; set it to 2 or more: a completion is compared with its siblings"]
-    if size is None:
-        completions, arithmetic = _rollout(values)
-        if completions % group:
-            problems.append(
-                f"a rollout has {arithmetic}, which does not divide into whole groups of {group} (num_generations): "
-                "change one of them so that it does"
-            )
-    elif steps is None and (size % a_pass or size % group):  # TRL refuses both
-        problems.append(
-            f"generation_batch_size is {size}; set it to a multiple of {a_pass} (per_device_train_batch_size x "
-            f"processes) and of {group} (num_generations)"
-        )
-    if values.get("eval_strategy", "no") != "no":
-        problem = find_eval_problem(values["per_device_eval_batch_size"], values["num_generations_eval"] or group)
-        problems += [problem] if problem else []
-    return problems
+    completions, arithmetic = _rollout(values)
+    if values.get("generation_batch_size") is not None or completions % group == 0:
+        return []
+    return [
+        f"a rollout has {arithmetic}, which does not divide into whole groups of {group} (num_generations): change one "
+        "of them so that it does"
+    ]
 
 
 def find_eval_problem(per_device: int, num_generations: int) -> str | None:

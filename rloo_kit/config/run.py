@@ -15,11 +15,10 @@ from rloo_kit.config.checks import (
     GYM_PREFIX,
     find_option_problems,
     find_prompt_problem,
-    find_temperature_problems,
     usual_batch,
 )
 from rloo_kit.config.model_names import EMBEDDED_PREFIX, find_family_problem, split_model_name, thinks_by_keys
-from rloo_kit.config.old_names import CONFIG_NAMES, translate_file
+from rloo_kit.config.old_names import translate_file
 from rloo_kit.config.schema import (
     FULL_LEARNING_RATE,
     DataSection,
@@ -230,8 +229,7 @@ class RunConfig(Section):
         """What vLLM cannot sample if `engine` is "vllm" or "server"; checked before any weights are loaded."""
         if engine not in ("vllm", "server"):
             return []
-        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
-        problems = find_temperature_problems(engine, temperatures)
+        problems = []
         if self.model.lora is None:
             problems.append(
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "
@@ -281,16 +279,6 @@ def load_config(path: str | Path, *overrides: str, **sections: Any) -> RunConfig
     for section, changes in sections.items():
         merge(values, section, changes)
     changed = {apply_override(values, override, RunConfig): override for override in overrides}
-    if isinstance(values.get("rloo"), dict):
-        given: Keys = dict.fromkeys(sections.get("rloo") or {})
-        given |= {str(where[1]): override for where, override in changed.items() if where[0] == "rloo" and where[1:]}
-        for name, override in given.items():
-            old = CONFIG_NAMES.get(name)
-            if old is None or old.new is None or old.new in given:
-                continue
-            values["rloo"].pop(old.new, None)  # what is given by its old name wins over the file's new one, too
-            if override is not None:
-                changed["rloo", old.new] = override
     for message in messages + translate_file(values):
         warnings.warn(f"{path}: {message}", FutureWarning, stacklevel=2)
     values["run"] = {} if values.get("run") is None else values["run"]

@@ -94,41 +94,6 @@ class Section(BaseModel):
         super().__setattr__(name, getattr(checked, name))
 
 
-# ------------------------------------------------------------------------------------------------ a key in words
-
-
-def describe_field(field: FieldInfo) -> str:
-    """A field's type and bounds in words, those of 2**31 and more left out: "a whole number or null, at least 1"."""
-    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    metadata = list(field.metadata)
-    if get_origin(field.annotation) in (Union, UnionType):  # Annotated[int, Field(ge=1)] | None
-        parts = [get_args(part)[1:] for part in get_args(field.annotation) if get_origin(part) is Annotated]
-        metadata += [item for inner in parts for info in inner for item in getattr(info, "metadata", ())]
-    found = [
-        f"{word} {value:g}"
-        for item in metadata
-        for sign, word in signs.items()
-        if (value := getattr(item, sign, None)) is not None and value < 2**31
-    ]
-    return _describe_type(field.annotation) + (f", {' and '.join(found)}" if found else "")
-
-
-def _describe_type(annotation: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if annotation in words:
-        return words[annotation]
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _describe_type(arguments[0])
-    if origin is Literal:
-        return ", ".join(repr(argument) for argument in arguments)
-    if origin in (Union, UnionType):
-        return " or ".join(_describe_type(argument) for argument in arguments)
-    if origin is tuple:
-        return f"a list of {len(arguments)} ({', '.join(_describe_type(argument) for argument in arguments)})"
-    return "a list" if origin is list else "a mapping"
-
-
 # ------------------------------------------------------------------------------------------------ overrides
 
 
@@ -137,7 +102,7 @@ def apply_override(values: dict[str, Any], override: str, model: type[BaseModel]
     addressed by index. A key whose type is text keeps what is written, but null and nothing are None and quotes around
     the whole are removed; others are read by `read_value`.
 
-    Raises ConfigError if there is no `=`, if a key is empty or unknown, or if a path goes through a value without keys.
+    Raises ConfigError if there is no `=`, if a key is empty, or if a path goes through a value without keys.
     """
     if problem := find_unwritable(override):
         raise ConfigError(f"the override '{override}' contains {problem}")
@@ -153,16 +118,13 @@ def apply_override(values: dict[str, Any], override: str, model: type[BaseModel]
         above, here = (".".join(map(str, parts[:end])) for end in (depth, depth + 1))
         if isinstance(place, list):
             if not isinstance(part, int) or part >= len(place):
-                found = f"{above} is a list of {len(place)}; use an index below that"
-                raise ConfigError(f"{start}{found}{_correct(words, model)}")
+                raise ConfigError(f"{start}{above} is a list of {len(place)}; use an index below that")
         elif not isinstance(place, dict):
             raise ConfigError(f"{start}{above} is {excerpt(place)}, which has no keys below it")
         kinds = _kinds_below(kinds, part)
         if depth == len(parts) - 1:
             place[part] = _read_as(text, kinds)
         elif isinstance(place, dict) and place.get(part) is None:
-            if not kinds and (fix := _correct(words, model)):
-                raise ConfigError(f"{start}{here} is an unknown key{fix}")
             if kinds and isinstance(parts[depth + 1], int):
                 raise ConfigError(f"{start}{here} is not a list in the file; set {here}=[...]")
             place[part] = {}
@@ -196,19 +158,6 @@ def _kinds_below(kinds: list[Any], part: str | int) -> list[Any]:
         else:  # list[item], tuple[item, item], dict[str, value]
             found += _kinds_of((get_args(kind) or [Any])[-1])
     return found
-
-
-def _correct(words: list[str], model: type[BaseModel]) -> str:
-    """`; did you mean ...?` with the nearest path in `model`: rewards.0.name for reward[0].nmae; "" without one."""
-    found: list[str] = []
-    kinds: list[Any] = [model]
-    for word in filter(None, re.split(r"[.\[\]]+", ".".join(words))):
-        if not word.isdecimal() and any(get_origin(kind) is list for kind in kinds):
-            found, kinds = [*found, "0"], _kinds_below(kinds, 0)
-        known = [name for kind in kinds for name in getattr(kind, "model_fields", ())]
-        found += difflib.get_close_matches(word, known, n=1) or [word]
-        kinds = _kinds_below(kinds, found[-1])
-    return f"; did you mean {'.'.join(found)}?" if found != words else ""
 
 
 # ------------------------------------------------------------------------------------------------ messages

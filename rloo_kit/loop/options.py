@@ -27,7 +27,7 @@ from rloo_kit.config.checks import WHY_REFUSED, find_batch_problems, find_option
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, explain_gone, translate_config
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
-from rloo_kit.config.section import Section, declared, describe_field, explain_errors, suggest
+from rloo_kit.config.section import Section, declared, explain_errors, suggest
 from rloo_kit.data.chat import template_options
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
@@ -98,7 +98,7 @@ def _add_fields(cls: type) -> type:
     """Add a field and a docstring line for each of the kit's options, and a field for each old name."""
     lines = []
     for name, entry in _OWN.items():
-        described = re.sub(r"\bnull\b", "None", f"{entry.field.description} ({describe_field(entry.field)})")
+        described = re.sub(r"\bnull\b", "None", str(entry.field.description))
         lines.append(f"{name}: {described}. Default: {entry.default!r}.")
         kind: Any = get_type_hints(entry.section)[entry.key]  # without bounds
         cls.__annotations__[name] = kind

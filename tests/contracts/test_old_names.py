@@ -203,11 +203,10 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = load_config(path, "rloo.kl_coef=0.5")
+        run = load_config(path, "rloo.beta=0.5")
     found = [str(warning.message).removeprefix(f"{path}: ") for warning in caught]
     for old, new in (
         ("rloo.kl_coef", "rloo.beta=0.1"),
-        ("rloo.kl_coef", "rloo.beta=0.5"),
         ("rloo.rloo_k", "rloo.num_generations=4"),
         ("rloo.token_level_kl", "no effect"),
         ("rloo.token_level_kl", "rloo.kl_form: per_token"),
@@ -218,6 +217,8 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
     assert (run.rloo.beta, run.rloo.num_generations, run.rloo.epsilon, run.rloo.num_iterations) == (0.5, 4, 0.3, 2)
     assert (run.rloo.max_completion_length, run.rloo.max_steps, run.name) == (64, 10, "first")
     assert run.data.max_prompt_length == 64 and run.rewards[0].params == {"model": "some/model"}
+    with pytest.raises(ConfigError, match="rloo.kl_coef means .*=0.5.*keep rloo.beta and remove rloo.kl_coef"):
+        load_config(path, "rloo.kl_coef=0.5")
     with pytest.raises(ConfigError, match="rloo.rloo_k .*=4.*rloo.num_generations=8"):
         path.write_text(path.read_text().replace("rloo_k: 4", "rloo_k: 4, num_generations: 8"))
         load_config(path)

@@ -74,13 +74,8 @@ def test_an_evaluation_changes_nothing_of_the_training(start):
     one, other = results
     assert_same(*(weights(result.folder / "checkpoints" / "checkpoint-6") for result in results))
     assert list(read_rollouts(one.folder)) == list(read_rollouts(other.folder))
-    rows = [
-        [
-            {key: value for key, value in row.items() if key not in CLOCKS and key[:5] != "eval/"}
-            for row in result.metrics
-        ]
-        for result in results
-    ]
+    figures = lambda row: {key: row[key] for key in row if key not in CLOCKS and key[:5] != "eval/"}  # noqa: E731
+    rows = [list(map(figures, result.metrics)) for result in results]
     assert rows[0] == rows[1] and len(rows[0]) == 6
     assert len(found_by(one.folder)) == 7 and not (other.folder / "evaluations.jsonl").exists()
 

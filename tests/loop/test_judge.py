@@ -121,14 +121,7 @@ def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
         assert not errors(text), text
     assert not errors("{{ row.thinking_forced }}", "rloo.thinking_budget=4")
     asked = len(server.requests)
-    for text in (
-        "{{ row.contxt }}",
-        "{{ anwser }}",
-        "{{ row['x'] }}",
-        "{{ row.answer.nothing }}",
-        "{% if %}",
-        "{{ 1 / 0 }}",
-    ):
+    for text in ("{{ row.contxt }}", "{{ anwser }}", "{{ row.answer.nothing }}", "{% if %}", "{{ 1 / 0 }}"):
         (found,) = errors(text)
         assert "params" in found and "t.jinja" in found, text
     assert len(server.requests) == asked

@@ -87,7 +87,6 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     ("words", "machine", "expected"),
     [
         (["model.lora=null", "model.load_in_4bit=false", *IN_16_BIT], gpu(80), "model.lora is null|model.lora={r: 16}"),
-        (["rloo.temperature=3"], gpu(12), "rloo.temperature is 3|to 2"),
         (["rollout.vllm.gpu_memory_utilization=0.3"], gpu(12), "gpu_memory_utilization is 0.3|4608 tokens|=null"),
         (IN_16_BIT, gpu(11), "GiB|model.load_in_4bit=true|rollout.vllm.float8_kv_cache=true|rollout.engine=auto"),
         (["rollout.vllm.float8_kv_cache=true"], replace(gpu(12), capability=(7, 5)), "8.0|7.5|float8_kv_cache=false"),
