@@ -28,7 +28,7 @@ AT_MOST = {"step": 20.0, "run": 200.0}  # KiB
 SETTINGS = [
     "configs/arithmetic_thinking.yaml", "run.name=soak", "run.evaluate=false", "run.report=false",
     "rloo.num_generations=4", "rloo.per_device_train_batch_size=8",
-    "rloo.max_completion_length=16", "rloo.logging_steps=1", "rloo.save_steps=100", "rloo.save_total_limit=2",
+    "rloo.max_completion_length=16", "rloo.save_steps=100", "rloo.save_total_limit=2",
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ TINY = (
     "rloo.per_device_train_batch_size=1", "rloo.gradient_accumulation_steps=2",
 )  # fmt: skip
 LONG = ("model.max_seq_length=40960",)  # one load serves every config
-FP16 = ("rloo.fp16=true", "rloo.bf16=false", "model.dtype=float16")
+FP16 = ("model.dtype=float16",)
 OFFLINE = (
     "data.source=embedded/addition", "data.subset=null", "data.prompt_column=prompt", "data.answer_column=answer",
     "data.answer_after=null", "data.system_prompt=null", "data.num_prompts=64", "data.test_size=8",

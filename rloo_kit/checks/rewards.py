@@ -5,7 +5,6 @@ from typing import Any
 
 from rloo_kit.completion import Completion, Episode
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
 from rloo_kit.data.chat import template_options
 from rloo_kit.data.gym import require_library
@@ -181,7 +180,7 @@ def _check_judge(key: str, judge: Any, run: RunConfig, row: dict[str, Any] | Non
 
 
 def _columns_of(run: RunConfig, completions: Sequence[Completion]) -> dict[str, list[Any]]:
-    return make_columns(completions, has_thinking_budget(run.rloo), toolbox=None)
+    return make_columns(completions, run.rloo.thinking_budget is not None, toolbox=None)
 
 
 def _try_reward(

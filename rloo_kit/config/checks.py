@@ -13,9 +13,9 @@ from rloo_kit.system.processes import count_processes
 SAMPLING_FILTERS: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0, None),
     "top_k": (0, -1, None),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (1.0, None),
 }
+# TRL's further ones, without a choice: `rloo.top_p` cuts off a tail as min_p does, and a penalty teaches to repeat.
+REFUSED_FILTERS: dict[str, tuple[Any, ...]] = {"min_p": (None, 0.0), "repetition_penalty": (1.0, None)}
 # Number of tokens that close a thought in Qwen3's vocabulary: the tag alone; or the sentence of Qwen3's report, the tag
 # and a blank line.
 CLOSE_TOKENS = {"tag": 1, "sentence": 23}
@@ -45,8 +45,8 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
     """Contradictions between options of the loop. A missing option is not set; a check without its options finds
     nothing, so that a section of a file is checked as a whole `RLOOConfig` is.
 
-    >>> find_option_problems({"delta": 1.1, "epsilon": 0.2})
-    ['rloo.delta is 1.1; it bounds the ratio above the clip, so it must be above 1 + rloo.epsilon = 1.2']
+    >>> find_option_problems({"top_k": 1, "accept_truncated_sampling": True})[0][:44]
+    'rloo.top_k is 1, which leaves one token: a g'
 
     Args:
         values: options by their name in `RLOOConfig`.
@@ -58,34 +58,26 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
         *_find_thinking_problems(values),
         *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
-    form, floor = values.get("sampler_correction"), values.get("sampler_correction_floor")
-    if floor and form in ("auto", "sequence", "token"):
-        masking = f"{'token' if form == 'auto' else form}_mask"
-        found = f"rloo.sampler_correction_floor is {floor}, but rloo.sampler_correction is {form}, with no lower bound"
-        problems.append(f"{found}; set rloo.sampler_correction={masking} or rloo.sampler_correction_floor=0")
-    rounds = values.get("resample_rounds")
-    if rounds and values.get("baseline") == "none":
-        problems.append(
-            f"rollout.resample_rounds is {rounds}, which replaces groups with equal scores, but rloo.baseline is none, "
-            "which trains on them too; set rollout.resample_rounds=0, or rloo.baseline=group_mean"
-        )
     return problems
 
 
 def _find_sampling_problems(values: Mapping[str, Any]) -> list[str]:
     """Filters, which sample from a distribution other than the scored one; `temperature` is part of both."""
     accepted = values.get("accept_truncated_sampling", False)
-    problems = []
+    problems = [
+        f"{name} is {values[name]}: {WHY_REFUSED}. Set {name}={neutral[0]}"
+        for name, neutral in REFUSED_FILTERS.items()
+        if name in values and values[name] not in neutral
+    ]
     for name, neutral in SAMPLING_FILTERS.items():
-        off = "null" if neutral[0] is None else neutral[0]
-        value = values.get(name)
+        off, value = neutral[0], values.get(name)
         if value not in neutral and not accepted:
             problems.append(
                 f"rloo.{name} is {value}: {WHY_REFUSED}. Set rloo.{name}={off}; to sharpen sampling, lower "
                 "rloo.temperature, which is scored too; or set rloo.accept_truncated_sampling=true, which corrects for "
                 "it in part"
             )
-        elif accepted and (name, value) in (("top_k", 1), ("top_p", 0.0), ("min_p", 1.0)):
+        elif accepted and (name, value) in (("top_k", 1), ("top_p", 0.0)):
             problems.append(
                 f"rloo.{name} is {value}, which leaves one token: a group's completions are all equal and teach "
                 f"nothing. Set rloo.{name}={off}"
@@ -94,14 +86,9 @@ def _find_sampling_problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _find_loss_problems(values: Mapping[str, Any]) -> list[str]:
-    """A bound below the clip, a mean or penalty per token with one ratio per completion, two scales, unknown counts."""
+    """A mean or penalty per token with one ratio per completion, two scales, unknown counts."""
     problems = []
-    delta, form, whole = values.get("delta"), values.get("ratio_form"), ", one ratio for a whole completion"
-    key = "epsilon" if values.get("epsilon_high") is None else "epsilon_high"
-    if delta is not None and delta <= (least := 1 + values.get(key, 0.2)):
-        problems.append(
-            f"rloo.delta is {delta}; it bounds the ratio above the clip, so it must be above 1 + rloo.{key} = {least:g}"
-        )
+    form, whole = values.get("ratio_form"), ", one ratio for a whole completion"
     if values.get("kl_form") == "per_token" and form not in (None, "per_token"):
         found = "rloo.kl_form is per_token, which gives every token its own advantage, but rloo.ratio_form is "
         problems.append(f"{found}{form}{whole}; set rloo.ratio_form=per_token (or null), or another rloo.kl_form")
@@ -159,11 +146,8 @@ def _find_server_problems(engine: str | None, url: str | None) -> list[str]:
 
 
 def find_tool_problems(values: Mapping[str, Any]) -> list[str]:
-    """Names in a file that cannot be tools, and a limit that needs them; `values` as in `find_option_problems`."""
-    total, names = values["thinking_budget_total"], [*values["tools"], *filter(None, [values["environment"]])]
-    if total is not None and not names:
-        found = f"rloo.thinking_budget_total is {total}, and without rloo.tools there is one turn"
-        return [f"{found}; set rloo.thinking_budget={total}, or rloo.thinking_budget_total=null"]
+    """Names in a file that cannot be tools; `values` as in `find_option_problems`."""
+    names = [*values["tools"], *filter(None, [values["environment"]])]
     forms = "module:function, path/to/file.py:Class or, as an environment, verifiers/NAME"
     wrong = [name for name in names if not all(name.rpartition(":")) and not name.startswith("verifiers/")]
     return [f"rloo.tools, rloo.environment: {name} is not of the form {forms}" for name in wrong]

@@ -59,9 +59,7 @@ CONFIG_NAMES: dict[str, OldName] = {
         "both of its forms summed the KL over the completion before the baseline. For a KL per token set "
         "kl_form='per_token' (in a run's file rloo.kl_form: per_token)",
     ),
-    "whiten_rewards": OldName(
-        bool, None, "RLOO never whitened anything; to do so, set normalize_rewards=True (or 'running')"
-    ),
+    "whiten_rewards": OldName(bool, None, "RLOO never whitened anything; to do so, set normalize_rewards=True"),
     "stop_token": OldName(str, None, "completions always end at the tokenizer's end token"),
     "non_eos_penalty": OldName(bool, None, "false is today's behaviour; see missing_eos_penalty"),
     "penalty_reward_value": OldName(float, None, "it only had an effect with non_eos_penalty; see missing_eos_penalty"),
@@ -121,6 +119,10 @@ class Gone:
     instead: str
 
 
+_IN_PYTHON = "it stays an argument of RLOOConfig, for a trainer in Python"
+_TOP_P = "rloo.top_p with rloo.accept_truncated_sampling cuts off a tail; a lower rloo.temperature is scored exactly"
+_DTYPE = "the machine decides, and model.dtype: float16 trains in float16, float32 in float32 on a GPU without bfloat16"
+
 # By dotted key; one in the items of a list is named without their number.
 GONE_KEYS: dict[str, Gone] = {
     **{f"data.{place}curriculum_level": Gone(None, "set its values in options") for place in ("", "sources.")},
@@ -144,6 +146,29 @@ GONE_KEYS: dict[str, Gone] = {
     "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
     "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),
     "run.max_skipped_steps": Gone(3, "three steps in a row with NaN or infinity stop a run"),
+    "rloo.adam_beta1": Gone(0.9, _IN_PYTHON),
+    "rloo.adam_beta2": Gone(0.999, _IN_PYTHON),
+    "rloo.adam_epsilon": Gone(1e-8, _IN_PYTHON),
+    "rloo.delta": Gone(
+        None, "rloo.epsilon and rloo.epsilon_high bound the ratio; fewer rloo.num_iterations keep it near 1"
+    ),
+    "rloo.baseline_includes_masked": Gone(True, "siblings are compared with a masked completion too, as in TRL"),
+    "rloo.sampler_correction_cap": Gone(2.0, "the largest weight is 2; rloo.sampler_correction chooses its form"),
+    "rloo.sampler_correction_floor": Gone(0.0, "a weight has no lower bound; rloo.sampler_correction chooses its form"),
+    "rloo.min_p": Gone(None, _TOP_P),
+    "rloo.repetition_penalty": Gone(1.0, "it would teach to repeat; the reward repetition_penalty teaches not to"),
+    "rloo.thinking_budget_total": Gone(
+        None, "rloo.thinking_budget is for each turn, rloo.max_turns and rloo.max_completion_length bound all of them"
+    ),
+    "rloo.max_tool_calls": Gone(8, "rloo.max_turns is the limit of calls too"),
+    "rloo.disable_dropout": Gone(True, "dropout is always off, because the ratio compares two passes of one policy"),
+    "rloo.shuffle_dataset": Gone(True, _IN_PYTHON),
+    "rloo.bf16": Gone(None, _DTYPE),
+    "rloo.fp16": Gone(None, _DTYPE),
+    "rollout.resample_rounds": Gone(
+        0, "rollout.difficulty_samples skips prompts whose completions would all earn the same, once, before training"
+    ),
+    "rloo.logging_steps": Gone(1, "every step has its row of metrics.jsonl, which the health rules read"),
 }
 
 

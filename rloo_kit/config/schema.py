@@ -265,9 +265,6 @@ class RLOOSection(Section):
     optim: Literal[
         "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
     ] = key("adamw_torch_fused", "optimizer; the 8-bit ones need a GPU")
-    adam_beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
-    adam_beta2: float = key(0.999, "decay of the second moment", ge=0, lt=1)
-    adam_epsilon: float = key(1e-8, "Adam's epsilon", gt=0)
     per_device_train_batch_size: Count = key(
         GENERATIONS * PROMPTS, "completions of one micro-step", follows=f"{PROMPTS} x num_generations",
         trl=TrlDefault(8, "a step on the completions of one prompt is noise; this is four prompts"),
@@ -306,30 +303,22 @@ class RLOOSection(Section):
     )
     epsilon: float = key(0.2, "lower clip of the ratio: 1 - epsilon", gt=0, lt=1)
     epsilon_high: float | None = key(None, "upper clip: 1 + epsilon_high; null: epsilon", gt=0)
-    delta: float | None = key(None, "bound on the ratio if the advantage is negative; null: none", gt=1)
     baseline: Literal["leave_one_out", "group_mean", "none"] = key(
         "leave_one_out", "what a reward is compared with: siblings, whole group, nothing"
     )
     scale_rewards: Literal["none", "group"] = key(
         "none", "group: divide advantages by the group's standard deviation (GRPO)"
     )
-    baseline_includes_masked: bool = key(
-        True, "false: completions masked as truncated are left out of the baseline too"
-    )
     sampler_correction: Literal["auto", "none", "sequence", "token", "sequence_mask", "token_mask"] = key(
-        "auto", "weight completions or tokens by trainer / sampler probability, truncated at the cap (_mask: 0 above "
-        "it); auto: token if vLLM samples or a filter is accepted, else none",
+        "auto", "weight completions or tokens by trainer / sampler probability, truncated at 2 (_mask: 0 above it); "
+        "auto: token if vLLM samples or a filter is accepted, else none",
     )  # fmt: skip
-    sampler_correction_cap: float = key(2.0, "largest such weight", ge=1)
-    sampler_correction_floor: float = key(0.0, "_mask only: the weight is 0 below this; 0: no lower bound", ge=0, lt=1)
     temperature: float = key(1.0, "temperature of sampling and scoring", gt=0)
     accept_truncated_sampling: bool = key(
-        False, "allow the four filters below; their bias is partly corrected and logged"
+        False, "allow the two filters below; their bias is partly corrected and logged"
     )
     top_p: float = key(1.0, "1, unless accept_truncated_sampling", gt=0, le=1)
     top_k: int = key(0, "0, unless accept_truncated_sampling", ge=0)
-    min_p: float | None = key(None, "null or 0, unless accept_truncated_sampling", ge=0, le=1)
-    repetition_penalty: float = key(1.0, "1, unless accept_truncated_sampling", gt=0)
     max_completion_length: Count = key(
         1536, "tokens of a completion, thinking included", follows="what the prompt leaves of model.max_seq_length",
         trl=TrlDefault(512, "truncated thoughts all get the same reward"),
@@ -342,15 +331,11 @@ class RLOOSection(Section):
     thinking_close: Literal["tag", "sentence"] = key(
         "tag", "what closes it: </think> alone, or a sentence and </think>"
     )
-    thinking_budget_total: Count | None = key(
-        None, "with tools: tokens of thinking in all turns together; thinking_budget is for each; null: no limit"
-    )
     tools: list[str] = key([], "functions the model may call: module:function or path/to/file.py:function")
     environment: Named | None = key(
         None, "module:Class with reset(**row), whose public methods are tools; or verifiers/NAME"
     )
-    max_turns: Count = key(8, "with tools: turns of the model in one completion")
-    max_tool_calls: Count = key(8, "calls in one completion; a later one gets an error as its result")
+    max_turns: Count = key(8, "with tools: turns of the model in one completion, and calls")
     tool_timeout_s: float = key(10.0, "seconds after which a call has failed and its process is ended", gt=0)
     tool_result_tokens: Count = key(256, "tokens of one result; a longer one is cut")
     tool_processes: Count = key(1, "processes for the tools; several let slow calls run at the same time")
@@ -360,23 +345,8 @@ class RLOOSection(Section):
     mask_truncated_completions: bool = key(False, "leave truncated completions out of the loss")
     missing_eos_penalty: float | None = key(None, "subtracted from a truncated completion's reward", gt=0)
     reward_clip_range: tuple[float, float] | None = key(None, "[lowest, highest]: clip the summed reward")
-    normalize_rewards: bool | Literal["running"] = key(
-        False, "rewards to mean 0 and deviation 1 over their rollout, or over the run so far (running)"
-    )
+    normalize_rewards: bool = key(False, "rewards to mean 0 and deviation 1 over their rollout")
     normalize_advantages: bool = key(False, "advantages to mean 0 and deviation 1 over the generation batch")
-    disable_dropout: bool = key(
-        True, "turn dropout off in the policy; false is refused",
-        trl=TrlDefault(False, "reference and policy must score tokens the same way"),
-    )  # fmt: skip
-    shuffle_dataset: bool = key(True, "draw the prompts in random order")
-    bf16: bool | None = key(None, "null: decided by the machine")
-    fp16: bool | None = key(
-        None, "null: decided by the machine", trl=TrlDefault(False, "TRL checks the machine only for bf16")
-    )
-    logging_steps: Count = key(
-        1, "optimizer steps between rows of metrics.jsonl", trl=TrlDefault(10, "the health rules read every step"),
-        resume="free",
-    )  # fmt: skip
     save_steps: Count = key(500, "optimizer steps between checkpoints", resume="free")
     save_total_limit: Count | None = key(
         3, "newest checkpoints to keep; null keeps all",
@@ -411,21 +381,12 @@ class RLOOSection(Section):
     def _check_consistency(self) -> "RLOOSection":
         if self.max_steps is None and self.num_train_epochs is None:
             raise ValueError("the length of training is not set; set rloo.max_steps or rloo.num_train_epochs")
-        if not self.disable_dropout:
-            raise ValueError("disable_dropout is false, but the ratio needs dropout off; set rloo.disable_dropout=true")
-        if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are both true; set one of them to null or false")
         if self.reward_clip_range is not None and self.reward_clip_range[0] >= self.reward_clip_range[1]:
             low, high = self.reward_clip_range
             raise ValueError(f"reward_clip_range is [{low}, {high}]; the first number must be below the second")
         if problems := find_batch_problems(dict(self)) or find_tool_problems(dict(self)):
             raise ValueError("\n".join(problems))
         return self
-
-
-def has_thinking_budget(rloo: Any) -> bool:
-    """Whether a section or an `RLOOConfig` may close thinking, so that rewards get the column `thinking_forced`."""
-    return any(getattr(rloo, key, None) is not None for key in ("thinking_budget", "thinking_budget_total"))
 
 
 class HealthSection(Section):
@@ -466,10 +427,6 @@ class RolloutSection(Section):
         argument="rollout_server_adapters", resume="free",
     )  # fmt: skip
     vllm: VllmSection = Field(default_factory=VllmSection, description="vLLM in the trainer's process")
-    resample_rounds: int = key(
-        0, "rounds in which groups without signal get fresh prompts", ge=0,
-        argument="resample_rounds",
-    )  # fmt: skip
     difficulty_samples: int = key(0, "completions per prompt to measure its pass rate before training; 0: none", ge=0)
     min_pass_rate: Share = key(0.0, "skip prompts with a pass rate of at most this")
     max_pass_rate: Share = key(1.0, "skip prompts with a pass rate of at least this")

@@ -104,13 +104,11 @@ def template_options(run: RunConfig) -> dict[str, bool]:
 
 def check_budget(run: RunConfig, family: str) -> None:
     """Refuse a thinking budget for a model that does not think: `</think>` would be forced into its answers."""
-    for key in ("thinking_budget", "thinking_budget_total"):
-        budget = getattr(run.rloo, key)
-        if budget is not None and not thinks(family, run.model.enable_thinking):
-            raise ConfigError(
-                f"rloo.{key} is {budget}, but this model does not think (family {family}, "
-                f"model.enable_thinking {run.model.enable_thinking}): set rloo.{key}=null"
-            )
+    if run.rloo.thinking_budget is not None and not thinks(family, run.model.enable_thinking):
+        raise ConfigError(
+            f"rloo.thinking_budget is {run.rloo.thinking_budget}, but this model does not think (family {family}, "
+            f"model.enable_thinking {run.model.enable_thinking}): set rloo.thinking_budget=null"
+        )
 
 
 def parse_conversation(prompt: Any) -> Any:

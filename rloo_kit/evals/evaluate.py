@@ -12,7 +12,7 @@ from transformers import TrainerState
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
 from rloo_kit.completion import Completion, list_episodes, measure_calls
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RewardSection, has_thinking_budget
+from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.answers import (
     EXACT,
     GYM_REWARD,
@@ -67,7 +67,7 @@ class HeldOutRewards:
         self.names = log_names([reward_name(reward) for reward in guarded], guarded)
         self.is_callable = bool(guarded) and all(isinstance(reward, GuardedReward) for reward in guarded)
         self._weights = [getattr(reward, "weight", 1.0) for reward in guarded]
-        self._has_budget, self._toolbox = has_thinking_budget(run.rloo), open_toolbox(run)
+        self._has_budget, self._toolbox = run.rloo.thinking_budget is not None, open_toolbox(run)
         self._size = max(1, run.rloo.generation_batch_size // count_processes())
         steps = run.rloo.max_steps or 1
         self._constant = {"trainer_state": TrainerState(global_step=steps, max_steps=steps)}
@@ -342,7 +342,7 @@ def _measure_sampled(
         num_samples=num_samples,
         temperature=run.eval.temperature,
         max_completion_length=limits.max_completion_length,
-        thinking_budget=limits.thinking_budget or limits.thinking_total,
+        thinking_budget=limits.thinking_budget,
         closed_share=_mean([completion.closed for completion in completions]) if is_thinking else None,
         forced_share=_mean([bool(completion.forced) for completion in completions]) if limits.close_ids else None,
         truncated_share=_mean([not completion.ended for completion in completions]),

@@ -1,4 +1,4 @@
-"""From rewards to advantages: `make_advantages`, its parts, and the running moments of `normalize_rewards`.
+"""From rewards to advantages: `make_advantages` and its parts.
 
 NaN marks a completion that is not scored: it is left out of its siblings' baseline and has advantage 0.
 
@@ -212,43 +212,6 @@ def normalize_by(values: torch.Tensor, moments: torch.Tensor, eps: float) -> tor
 def standardize(values: torch.Tensor, eps: float) -> torch.Tensor:
     """Standardize to mean 0 and standard deviation 1 over the entries that are not NaN, in any shape."""
     return normalize_by(values, find_moments(values), eps)
-
-
-class RunningMoments:
-    """Mean and standard deviation of all rewards so far (`normalize_rewards: running`), part of a checkpoint's state.
-    Unlike that of one small rollout, the scale settles.
-
-    >>> running = RunningMoments()
-    >>> running.update(torch.tensor([0.0, 1.0, torch.nan]))
-    >>> running.update(torch.tensor([2.0]))
-    >>> running.normalize(torch.tensor([1.0, 2.0]), eps=0.0).tolist()
-    [0.0, 1.0]
-    >>> RunningMoments.from_dict(running.to_dict()).to_dict() == running.to_dict()
-    True
-    """
-
-    def __init__(self) -> None:
-        self._moments = torch.zeros(3, dtype=torch.float64)
-
-    def update(self, values: torch.Tensor) -> None:
-        """Add the rewards of one rollout, from all processes; NaN (not scored) and infinities are left out."""
-        finite = values.masked_fill(~values.isfinite(), torch.nan)
-        self._moments = merge_moments(torch.stack([self._moments, find_moments(finite)]))
-
-    def normalize(self, values: torch.Tensor, eps: float) -> torch.Tensor:
-        """Standardize by all rewards added so far; unchanged while there are fewer than two."""
-        return normalize_by(values, self._moments, eps)
-
-    def to_dict(self) -> dict[str, float]:
-        """The state, JSON-serialisable."""
-        return dict(zip(("count", "mean", "squares"), self._moments.tolist(), strict=True))
-
-    @classmethod
-    def from_dict(cls, state: dict[str, float]) -> "RunningMoments":
-        """Restore from `to_dict`."""
-        moments = cls()
-        moments._moments = torch.tensor([state[name] for name in ("count", "mean", "squares")], dtype=torch.float64)
-        return moments
 
 
 def tied_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high", "bounded")
+CORRECTION_CAP = (
+    2.0  # of a weight: one token must not drown the rest, and two samplers of one policy seldom differ more
+)
+RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,6 @@ class Objective:
 
     Attributes:
         epsilon_low, epsilon_high: the ratio is clipped to 1 - epsilon_low and 1 + epsilon_high, as in PPO.
-        delta: upper bound on the ratio where the advantage is negative; None for none.
         ratio_form: of the log-ratio, its "sum" over the completion, its mean ("length_normalized") or "per_token".
         token_mean: with "completion" a row's loss is the mean over its tokens, else the sum. "batch" divides later, in
             `loop/step.py`, which knows all rows. All but "none" require "per_token".
@@ -29,7 +31,6 @@ class Objective:
 
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
-    delta: float | None = None
     ratio_form: str = "sum"
     token_mean: str = "none"
 
@@ -42,15 +43,14 @@ class LossParts:
         per_row: (R,) float32 with its graph, minus each completion's objective; 0 for one without a trained token. With
             a ratio per token, the sum over the completion's tokens, or their mean (`token_mean`).
         ratio: (R,), without a graph; with a ratio per token, its mean over the completion. 1 without a trained token.
-        clipped_low, clipped_high, bounded: (R,), 1.0 where the lower bound, the upper bound or `delta` clipped the
-            ratio, else 0.0; with a ratio per token, the share of clipped tokens.
+        clipped_low, clipped_high: (R,), 1.0 where that bound clipped the ratio, else 0.0; with a ratio per token, the
+            share of clipped tokens.
     """
 
     per_row: torch.Tensor
     ratio: torch.Tensor
     clipped_low: torch.Tensor
     clipped_high: torch.Tensor
-    bounded: torch.Tensor
 
 
 def choose_ratio_form(ratio_form: str | None, kl_form: str, token_mean: str = "none") -> str:
@@ -74,7 +74,7 @@ def policy_loss(
     settings: Objective,
     weights: torch.Tensor | None = None,
 ) -> LossParts:
-    """Minus the objective of each completion: min(ratio * A, clip(ratio) * A), with the ratio at most `delta` if A < 0.
+    """Minus the objective of each completion: min(ratio * A, clip(ratio) * A).
 
     With `old_logps = logps.detach()` the ratio is exactly 1 and the gradient is REINFORCE's, minus A times the sum of
     the log-probabilities' gradients (their mean with `length_normalized`).
@@ -121,17 +121,15 @@ def _bounded_gain(
     """Ratio times advantage within the bounds that apply to its sign, and which bounds were hit; all of one shape."""
     low = math.log(1 - settings.epsilon_low) if settings.epsilon_low < 1 else -math.inf
     high = math.log(1 + settings.epsilon_high)
-    top = math.inf if settings.delta is None else math.log(settings.delta)
     negative = advantages < 0
     lower = torch.full_like(advantages, -math.inf).masked_fill(negative, low)
-    upper = torch.full_like(advantages, high).masked_fill(negative, top)
+    upper = torch.full_like(advantages, high).masked_fill(negative, math.inf)
     gain = log_ratio.clamp(min=lower, max=upper).exp() * advantages
     detached = log_ratio.detach()
     parts = {
         "ratio": detached.exp(),
         "clipped_low": (detached < low) & negative,
         "clipped_high": (detached > high) & (advantages > 0),
-        "bounded": (detached > top) & negative,
     }
     return gain, {name: part.to(detached.dtype) for name, part in parts.items()}
 
@@ -142,20 +140,18 @@ def correction_weights(
     mask: torch.Tensor,
     lengths: Sequence[int],
     form: str,
-    floor: float,
-    cap: float,
 ) -> torch.Tensor:
     """Importance weights of the trainer's policy over the sampler's: (N,) -> (N,), without a graph.
 
     They correct for a sampler that computes the same policy with other kernels, quantisation or precision. Truncation
     (Ionides 2008) bounds the variance at the price of a small bias. Masking removes tokens (IcePop, arXiv 2510.18855)
-    or completions (MIS, https://richardli.xyz/rl-collapse) whose ratio is out of bounds from the gradient. TRL has the
+    or completions (MIS, https://richardli.xyz/rl-collapse) whose ratio is above the cap from the gradient. TRL has the
     four forms for GRPO (`vllm_importance_sampling_mode`), not for RLOO.
 
     >>> logps, sampled = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, torch.nan])
-    >>> correction_weights(logps, sampled, torch.ones(3), [3], "token", 0.0, 2.0).tolist()
+    >>> correction_weights(logps, sampled, torch.ones(3), [3], "token").tolist()
     [1.0, 2.0, 1.0]
-    >>> correction_weights(logps, sampled, torch.ones(3), [3], "sequence_mask", 0.0, 2.0).tolist()
+    >>> correction_weights(logps, sampled, torch.ones(3), [3], "sequence_mask").tolist()
     [0.0, 0.0, 0.0]
 
     Args:
@@ -163,12 +159,10 @@ def correction_weights(
         sampler_logps: (N,) nats, NaN for tokens that were not sampled (a forced close).
         mask: (N,), bool or 0 and 1, the scored tokens. lengths: of each completion, 0 allowed; their sum is N.
         form: "token": each token's own ratio. "sequence": for all tokens of a completion, the product of the ratios of
-            its sampled and scored tokens. Both are at most `cap`. With "_mask", a ratio outside [floor, cap] gives
-            weight 0.
-        floor: 0 or more, below 1; only the masked forms read it. cap: 1 or more.
+            its sampled and scored tokens. Both are at most 2 (CORRECTION_CAP); with "_mask", a ratio above it gives 0.
 
     Returns:
-        The weights, 0 to `cap`. The token forms give 1 for a token that is masked or was not sampled, the sequence
+        The weights, 0 to 2. The token forms give 1 for a token that is masked or was not sampled, the sequence
         forms 1 for a completion without a sampled token. NaN where `logps` is NaN, so that broken values stay visible.
     """
     known = mask.bool() & ~sampler_logps.isnan()
@@ -176,9 +170,9 @@ def correction_weights(
     by_token = form.startswith("token")
     ratio = difference.exp() if by_token else sum_rows(difference, lengths).exp()  # (N,) or (R,)
     if form.endswith("_mask"):
-        weights = ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+        weights = ratio.masked_fill(ratio > CORRECTION_CAP, 0.0)
     else:
-        weights = ratio.clamp(max=cap)
+        weights = ratio.clamp(max=CORRECTION_CAP)
     return weights if by_token else spread(weights.to(difference.dtype), lengths)
 
 

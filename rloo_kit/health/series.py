@@ -41,19 +41,17 @@ class LoggedValue(NamedTuple):
 
 
 class Series:
-    """The values of a run's rows by metric, in step order; the first row covers `logging_steps` steps."""
+    """The values of a run's rows by metric, in step order."""
 
-    def __init__(self, logging_steps: int = 1) -> None:
+    def __init__(self) -> None:
         self.step = 0
-        self._covered = max(logging_steps, 1)
+        self._covered = 1
         self._rows = 0
         self._points: dict[str, list[LoggedValue]] = {}
 
     def add(self, row: Row) -> None:
         """Add a row; several rows may have the same step (a held-out evaluation)."""
-        if not self._rows:
-            self._covered = min(self._covered, row["step"])
-        elif row["step"] > self.step:
+        if self._rows and row["step"] > self.step:
             self._covered = row["step"] - self.step
         self._rows += 1
         self.step = row["step"]

@@ -32,7 +32,7 @@ class HealthWatch:
         self.stopped_by: str | None = None
         self.stop: Finding | None = None
         self._excused: set[str] = set()  # active when an earlier part ended: does not stop the resumed run
-        self._seen = Series(context.rloo.get("logging_steps") or 1)
+        self._seen = Series()
         self._found: dict[str, Finding] = {}  # consequences included
         self._reported: list[str] = []
         for row in rows:

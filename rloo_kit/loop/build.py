@@ -10,12 +10,11 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
 from rloo_kit.config.checks import find_prompt_problem
-from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
 from rloo_kit.gradient.scorer import PolicyScorer, Scorer
-from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler
+from rloo_kit.loop.collaborators import FailureCount, Rewarder, Sampler
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.options import name_settings
 from rloo_kit.loop.step import RLOOStep, StepSettings
@@ -67,7 +66,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         reference_model=trainer.ref_model,
         checkpointing=args.gradient_checkpointing_kwargs,
     )
-    has_budget = has_thinking_budget(args)
+    has_budget = args.thinking_budget is not None
     return RLOOStep(
         settings,
         sampler,
@@ -76,7 +75,6 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
         FailureCount(),
-        PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
 
 
@@ -161,9 +159,7 @@ def _read(settings: type[Settings], args: Any, **chosen: Any) -> Settings:
 
 def read_filters(args: Any) -> Filters:
     """The sampling filters of an `RLOOConfig`; -1 and None mean none, as in vLLM and TRL."""
-    penalty = 1.0 if args.repetition_penalty is None else args.repetition_penalty
-    top_p = 1.0 if args.top_p is None else args.top_p
-    return Filters(top_p, max(args.top_k or 0, 0), args.min_p or 0.0, penalty)
+    return Filters(1.0 if args.top_p is None else args.top_p, max(args.top_k or 0, 0))
 
 
 def _why_scores_first(trainer: trl.RLOOTrainer, on_policy: bool) -> str | None:

@@ -30,7 +30,6 @@ from rloo_kit.rewarding.guard import PENDING
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import format_seconds, picture_controls, plain_prompt, print_table
-from rloo_kit.system.gpu import read_energy
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import ENDING, handle_signals, is_distributed, say
 
@@ -72,39 +71,30 @@ class MetricsWriter(TrainerCallback):
         self.run_dir = run_dir
         self.rows = run_dir.read_metrics()
         self._earlier = (self.rows[-1].get("seconds") or 0.0) if self.rows else 0.0
-        self._earlier_wh = run_dir.status().get("energy_wh")
         self._started: float | None = None
-        self._joules: float | None = None
 
     @property
     def seconds(self) -> float:
         return self._earlier + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started, self._joules = time.monotonic(), read_energy()
+        self._started = time.monotonic()
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._earlier, self._started = self.seconds, None
-        self.run_dir.set_status("running", **self._energy())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.run_dir.set_status("running", step=state.global_step, max_steps=state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.run_dir.set_status("running", saved=state.global_step, **self._energy())
+        self.run_dir.set_status("running", saved=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if is_step_row(logs):
             row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3), "run": self.run_dir.id}
             self.rows.append(row)
             self.run_dir.append_jsonl("metrics.jsonl", [row])
-
-    def _energy(self) -> dict[str, float]:
-        now = read_energy()
-        if now is None or self._joules is None:
-            return {}
-        return {"energy_wh": round((self._earlier_wh or 0.0) + (now - self._joules) / 3600, 3)}
 
 
 class TimedSaves(TrainerCallback):

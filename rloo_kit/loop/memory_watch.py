@@ -2,8 +2,8 @@
 
 import gc
 import platform
-import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from rloo_kit.system.processes import is_main_process, say
 
 class MemoryPeak:
     """The peak of this process's memory from `start` to `finish`, or of a `with` block, in GiB: torch's allocation on a
-    GPU, else resident memory (the kernel's own peak if it can be reset, else sampled every 2 ms).
+    GPU, else the kernel's own peak of resident memory.
 
     Attributes:
         gib: the peak. reserved_gib: what torch's allocator reserved; 0 without a GPU. seconds: between both calls.
-        start_gib: resident memory at the start; None on a GPU, or if there is no /proc.
+        start_gib: resident memory at the start; None on a GPU, or if the kernel has no peak that can be reset.
     """
 
     gib = reserved_gib = seconds = 0.0
@@ -38,19 +38,13 @@ class MemoryPeak:
 
     def start(self) -> "MemoryPeak":
         self._cuda = torch.cuda if torch.cuda.is_available() else None
-        self._thread: threading.Thread | None = None
         if self._cuda is not None:
             self._cuda.synchronize()
             self._cuda.reset_peak_memory_stats()
         else:
-            self.start_gib = resident_gib()
-            if self.start_gib is not None:
-                try:
-                    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-                except OSError:
-                    self._most, self._done = self.start_gib, threading.Event()
-                    self._thread = threading.Thread(target=self._sample, daemon=True)
-                    self._thread.start()
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                self.start_gib = resident_gib()
         self._started = time.monotonic()
         return self
 
@@ -59,18 +53,10 @@ class MemoryPeak:
             self._cuda.synchronize()
             self.gib = self._cuda.max_memory_allocated() / GIB
             self.reserved_gib = self._cuda.max_memory_reserved() / GIB
-        elif self._thread is not None:
-            self._done.set()
-            self._thread.join()
-            self.gib = max(self._most, resident_gib() or 0.0)
         elif self.start_gib is not None:
             lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
             self.gib = int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024 / GIB
         self.seconds = time.monotonic() - self._started
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.002):
-            self._most = max(self._most, resident_gib() or 0.0)
 
     def __enter__(self) -> "MemoryPeak":
         return self.start()

@@ -288,20 +288,19 @@ class Recorder:
         loss, *pairs = accelerator.reduce(torch.cat(sums), reduction="sum").tolist()
         entropy, tokens, approx_kl, compared, gap, gap_tokens, weight, weight_tokens, aux, balanced = pairs
         largest_gap, rows = self.parallel.gather(stats.gap[2:]).max().item(), self.parallel.gather(per_row)
-        computed, surprise = rows[~rows[:, 0].isnan()], rows[~rows[:, 4].isnan(), 4]
+        computed, surprise = rows[~rows[:, 0].isnan()], rows[~rows[:, -1].isnan(), -1]
         metrics = {"rollout/skipped_rows_ratio": 1 - len(computed) / max(len(rows), 1)}
         metrics["loss/policy_avg"] = loss / max(len(rows), 1)
         if on_policy and not len(computed):
-            computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
+            computed = rows.new_tensor([[1.0, 0.0, 0.0, 0.0]])
         if len(computed):
-            ratios, lows, highs, bounded, _ = computed.unbind(dim=1)
+            ratios, lows, highs, _ = computed.unbind(dim=1)
             metrics |= {
                 "clip_ratio/low_mean": lows.mean().item(),
                 "clip_ratio/low_min": lows.min().item(),
                 "clip_ratio/high_mean": highs.mean().item(),
                 "clip_ratio/high_max": highs.max().item(),
                 "clip_ratio/region_mean": (lows + highs).mean().item(),
-                "clip_ratio/delta_mean": bounded.mean().item(),
                 "policy/approxkl_avg": approx_kl / max(compared, 1),
                 "val/ratio": ratios.mean().item(),
                 "val/ratio_var": ratios.var(unbiased=False).item(),

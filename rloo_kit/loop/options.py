@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import trl
@@ -23,10 +23,10 @@ from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from rloo_kit.collective import gather_objects
-from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
+from rloo_kit.config.checks import WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, explain_gone, translate_config
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection, has_thinking_budget
+from rloo_kit.config.schema import RLOOSection, RolloutSection, RunSection
 from rloo_kit.config.section import Section, declared, explain_errors, suggest
 from rloo_kit.data.chat import template_options
 from rloo_kit.errors import ConfigError, RlooKitError
@@ -86,25 +86,10 @@ _fields: dict[str, Any] = {
 }
 _OwnOptions = create_model("_OwnOptions", __base__=Section, **_fields)
 
-# Entries of TRL's `generation_kwargs`, which the kit's engines do not read: values that leave the distribution as it
-# is, names that concern neither the sampled tokens nor the end of a completion, and options that say the same.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1,)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "n", "num_return_sequences"), (1,)),
-    **dict.fromkeys(("min_p", "no_repeat_ngram_size", "min_length", "min_new_tokens", "min_tokens"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("bad_words_ids", "bad_words", "suppress_tokens", "begin_suppress_tokens"), ([],)),
-    **dict.fromkeys(("sequence_bias", "logit_bias"), ({},)),
-    "top_k": (0, -1), "do_sample": (True,), "remove_invalid_values": (False,), "logits_processors": ([],),
-}  # fmt: skip
-_HARMLESS = (
-    "use_cache", "disable_compile", "compile_config", "low_memory", "return_dict_in_generate", "output_scores",
-    "output_logits", "output_attentions", "output_hidden_states", "pad_token_id", "bos_token_id", "renormalize_logits",
-    "length_penalty", "early_stopping",
-)  # fmt: skip
+# The option that says what an entry of TRL's `generation_kwargs` says, which the kit's engines do not read.
 _INSTEAD = {
-    "temperature": "temperature", "seed": "seed", "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length", "n": "num_generations", "num_return_sequences": "num_generations",
+    **{name: name for name in ("temperature", "top_p", "top_k", "seed")},
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
     **dict.fromkeys(("eos_token_id", "stop", "stop_strings", "stop_token_ids"), "tokenizer.eos_token"),
 }  # fmt: skip
 
@@ -116,14 +101,10 @@ def _add_fields(cls: type) -> type:
         described = re.sub(r"\bnull\b", "None", str(entry.field.description))
         lines.append(f"{name}: {described}. Default: {entry.default!r}.")
         kind: Any = get_type_hints(entry.section)[entry.key]  # without bounds
-        metadata: dict[str, Any] = {"help": described}
-        if bool in get_args(kind):  # or a word: the flag without a value means true, as for a bool
-            words = [word for part in get_args(kind) for word in get_args(part)]
-            kind, metadata = Literal[(False, True, *words)], metadata | {"nargs": "?", "const": True}
         cls.__annotations__[name] = kind
         default, is_list = entry.default, isinstance(entry.default, list)
         made = {"default_factory": default.copy} if is_list else {"default": default}
-        setattr(cls, name, field(**made, metadata=metadata))
+        setattr(cls, name, field(**made, metadata={"help": described}))
     text = inspect.cleandoc(cls.__doc__ or "")  # which Python 3.13 does by itself
     cls.__doc__ = text.replace("(the options)", "\n    ".join(lines))
     for name, old in CONFIG_NAMES.items():
@@ -158,7 +139,8 @@ class RLOOConfig(trl.RLOOConfig):
         given = named | keywords
         if unknown := [name for name in given if name not in _PARAMETERS and name not in CONFIG_NAMES]:
             reasons = {name: explain_gone(name) or suggest(name, _PARAMETERS) for name in unknown}
-            raise ConfigError("\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items()))
+            text = "\n".join(f"RLOOConfig has no '{name}'{why}" for name, why in reasons.items())
+            raise ConfigError(name_settings(text, self))
         # a parser passes every field, and only a value that is not the default can contradict an old name
         typed = {name: value for name, value in given.items() if name not in _DEFAULTS or _DEFAULTS[name] != value}
         values, messages = translate_config(typed, count_processes())
@@ -227,12 +209,9 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
         return [*problems, f"generation_kwargs is {given!r}; it is a dict of names and values, or None"]
     for name, value in given.items():
         instead = _INSTEAD.get(name)
-        says_the_same = instead is not None and values.get(instead) == value
-        if value is None or name in _HARMLESS or says_the_same or value in _NEUTRAL.get(name, ()):
+        if value is None or (instead is not None and values.get(instead) == value):
             continue
         fix = "Remove it" if instead is None else f"Set {instead}={value!r} instead"
-        if name in SAMPLING_FILTERS:
-            fix = f"Remove it, or set {name}={value!r} with accept_truncated_sampling=True"
         problems.append(f"generation_kwargs has {name}={value!r}, which the kit's engines do not read. {fix}")
     return problems
 
@@ -272,6 +251,7 @@ def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str
     on_cpu = policy.model.device.type == "cpu"
     return (
         {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu}
+        | {"disable_dropout": True, "logging_steps": 1}  # policy and reference score alike; health rules read each step
         | run.to_arguments()
         | planned_limits(run, policy)
         | precision_flags(run)
@@ -315,7 +295,7 @@ def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
 
 def precision_flags(run: RunConfig) -> dict[str, bool]:
     """`bf16` and `fp16`; ACCELERATE_MIXED_PRECISION, which beats both, is set to them."""
-    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16)
+    chosen = os.environ["ACCELERATE_MIXED_PRECISION"] = environment.mixed_precision(run.model.dtype)
     return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
 
 
@@ -352,22 +332,16 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
                 )
     columns = getattr(arguments.get("train_dataset"), "column_names", None)  # that rewards get by name
     if columns is not None:
-        columns = name_columns(columns, has_thinking_budget(args), toolbox)
+        columns = name_columns(columns, getattr(args, "thinking_budget", None) is not None, toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
     _take_vllm(args)
     check_options(args)
     if isinstance(arguments.get("train_dataset"), IterableDataset):
-        problems = []
-        if args.max_steps <= 0:
-            problems.append("max_steps is not set, and train_dataset is a stream without a length: set max_steps=...")
-        if args.resample_rounds:
-            problems.append(
-                f"resample_rounds is {args.resample_rounds}, which draws prompts by index, and train_dataset is a "
-                "stream: set resample_rounds=0, or load the data whole (a datasets.Dataset)"
-            )
-        if problems:
-            raise ConfigError("\n".join(problems))
+        raise ConfigError(
+            "train_dataset is a stream, without a length and a place to resume at: load the data whole (a "
+            "datasets.Dataset; load_dataset without streaming=True)"
+        )
     return wrap_for_unsloth(arguments)
 
 

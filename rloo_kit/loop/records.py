@@ -127,7 +127,7 @@ class StepStats:
     Attributes:
         loss: sum over the rows. rows: those of the step. row_weight: factor of a row's loss in it.
         policy_loss: the same without the auxiliary loss. aux_loss: (2,), its sum over micro-steps, and their number.
-        per_row: (B, 5), for each completion the `RATIO_STATISTICS` (with a ratio per token, their mean) and minus its
+        per_row: (B, 4), for each completion the `RATIO_STATISTICS` (with a ratio per token, their mean) and minus its
             log-probability, in nats; NaN where it was not computed.
         entropy: (2,), the sum over the trained tokens, in nats, and their number.
         approx_kl: (2,), the sum of half the squared log-ratio to the policy that sampled, and the tokens.

@@ -274,7 +274,7 @@ class RewardTrainer(trl.RewardTrainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if not torch.isfinite(loss):
             problem = f"the loss of the reward model is {loss.item()} at step {self.state.global_step + 1}"
-            raise NonFiniteError(f"{problem}: lower reward_model.learning_rate, or set rloo.bf16=false rloo.fp16=false")
+            raise NonFiniteError(f"{problem}: lower reward_model.learning_rate, or set model.dtype=float32")
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.collective import gather_objects, share, wait_for_all
 from rloo_kit.errors import shorten
-from rloo_kit.gradient.advantages import RunningMoments
-from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models.adapters import load_shards
 from rloo_kit.models.policy import Policy, save_adapter
 from rloo_kit.runs.checkpoints import STEM, UNFINISHED, prune, publish, read_checkpoint, seal, set_aside
@@ -24,22 +21,6 @@ from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.processes import is_main_process, say
 
 LOOP_STATE = "loop_state.json"
-
-
-@dataclass(frozen=True)
-class StreamPlace:
-    """Where a run is in a training set without a length, at the end of an optimizer step: completed passes over it,
-    batches of the current one, micro-steps of all."""
-
-    passes: int
-    batches: int
-    micro_steps: int
-
-    def move(self, micro_steps: int, is_over: bool) -> "StreamPlace":
-        """The place after `micro_steps` in total; `is_over`: the pass has ended with them."""
-        if is_over:
-            return StreamPlace(self.passes + 1, 0, micro_steps)
-        return StreamPlace(self.passes, self.batches + micro_steps - self.micro_steps, micro_steps)
 
 
 def find_micro_step(args: Any, state: Any, pass_length: int) -> int:
@@ -65,16 +46,13 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
             wait_for_all()
             trainer._staging = staged.parent
             write()
-            state, rloo, place = trainer.state, trainer.rloo, trainer._place
+            state = trainer.state
             best = folder / f"{STEM}{state.best_global_step}"
             if state.best_global_step and (state.best_global_step == step or best.is_dir()):
                 state.best_model_checkpoint = str(best)  # its published name: transformers looked in the staging folder
             if writes:
                 state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
-                loop = {"rewards": rloo.rewarder.moments.to_dict(), "reservoir": reservoir}
-                loop |= {"episodes": rloo.recorder.episodes, "stream": None if place is None else asdict(place)}
-                write_json(staged / LOOP_STATE, loop)
+                write_json(staged / LOOP_STATE, {"episodes": trainer.rloo.recorder.episodes})
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)
@@ -99,12 +77,6 @@ def publish_adapter(policy: Policy, run_dir: RunDir, **record: Any) -> Path:
         if is_main_process():
             publish(staged, target)
     return target
-
-
-def read_place(folder: str | None) -> StreamPlace | None:
-    """Where a checkpoint's run was in its stream; None without a checkpoint, or if it does not say."""
-    place = read_object(Path(folder) / LOOP_STATE).get("stream") if folder else None
-    return StreamPlace(**place) if place else None
 
 
 def load_weights(trainer: Any, folder: Path) -> bool:
@@ -136,14 +108,3 @@ def _find_damage(folder: Path, is_adapter: bool) -> str:
     except (SafetensorError, OSError) as error:
         return shorten(str(error))
     return "" if files else "there are none"
-
-
-def load_loop_state(rloo: RLOOStep, folder: Path) -> None:
-    """Load the loop's state from a checkpoint; a checkpoint of TRL's trainer has none."""
-    state = read_object(folder / LOOP_STATE)
-    if not state:
-        return
-    rloo.rewarder.moments = RunningMoments.from_dict(state["rewards"])
-    rloo.recorder.episodes = state.get("episodes", 0)
-    if rloo.reservoir is not None and state["reservoir"] is not None:
-        rloo.reservoir.load_state_dict(state["reservoir"])

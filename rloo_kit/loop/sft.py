@@ -288,7 +288,7 @@ class SftTrainer(trl.SFTTrainer):
         if not torch.isfinite(loss):
             raise NonFiniteError(
                 f"the loss of supervised training is {loss.item()} at step {self.state.global_step + 1}: lower "
-                "sft.learning_rate, or set rloo.bf16=false rloo.fp16=false"
+                "sft.learning_rate, or set model.dtype=float32"
             )
         return (loss, scores) if return_outputs else loss
 

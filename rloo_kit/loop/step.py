@@ -1,6 +1,6 @@
 """One optimizer step of RLOO, top to bottom, without TRL.
 
-    sample -> reward -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
+    sample -> reward -> lay out -> score -> advantages -> loss, pass by pass -> record
 
 `trainer` calls it: `roll_out` for prompts, `loss` for the gradient of rows that were rolled out, `close` before the
 optimizer's step. Sampler, rewarder, scorer and recorder are attributes; they exchange the types of `records`.
@@ -21,7 +21,7 @@ from torch.nn import Module
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
 from rloo_kit.gradient.objective import Objective, all_finite, correction_weights, policy_loss
 from rloo_kit.gradient.scorer import PolicyScorer, Scores
-from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler, replace_tied_groups
+from rloo_kit.loop.collaborators import FailureCount, Rewarder, Sampler
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick, put
 from rloo_kit.models.parallel import Parallel, local_parts
@@ -51,14 +51,10 @@ class StepSettings:
     objective: Objective
     memory: str
     tokens_per_pass: int
-    resample_rounds: int
     aux_loss_coef: float
     filters: Filters
     mask_truncated_completions: bool
-    baseline_includes_masked: bool
     sampler_correction: str
-    sampler_correction_floor: float
-    sampler_correction_cap: float
 
 
 @dataclass(eq=False)
@@ -76,7 +72,6 @@ class RLOOStep:
     recorder: Recorder
     parallel: Parallel
     skipped: FailureCount
-    reservoir: PromptReservoir | None = None
     broken: str | None = None
 
     # ------------------------------------------------------------------------------------------------ the rollout
@@ -88,10 +83,6 @@ class RLOOStep:
         see `StepSettings.scores_first`."""
         self.recorder.begin()
         judged = self.sample(rows)
-        if model.training and self.reservoir is not None:
-            rounds = self.settings.resample_rounds, self.settings.num_generations
-            judged, replaced = replace_tied_groups(judged, self.sample, self.reservoir, *rounds, self.parallel)
-            self.recorder.count("rollout/resampled_groups", replaced)
         failed_share = judged.failed.any(dim=1).float().mean().item()
         self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:
@@ -130,10 +121,6 @@ class RLOOStep:
             for start, end in (*completion.forced, *completion.context):
                 mask[start:end] = [False] * (end - start)
             masks.append(mask)
-        scores = self.rewarder.normalize(judged.scores, training)
-        if not self.settings.baseline_includes_masked:
-            is_masked = torch.tensor([not any(mask) for mask in masks], device=device)
-            scores = scores.masked_fill(self.parallel.gather(is_masked), torch.nan)
         logps = [completion.logps for completion in completions if completion.logps is not None]
         return RolloutBatch(
             judged=judged,
@@ -142,7 +129,7 @@ class RLOOStep:
             prompts=ragged([completion.prompt_ids for completion in completions], torch.long),
             completions=ragged([completion.ids for completion in completions], torch.long),
             mask=ragged(masks, torch.bool),
-            scores=scores,
+            scores=self.rewarder.normalize(judged.scores),
             on_policy=self.settings.on_policy or not training,
             sampler_logps=ragged(logps, torch.float32) if len(logps) == len(masks) else None,
         )
@@ -281,12 +268,11 @@ class RLOOStep:
             return None
         sampled = pick(batch.sampler_logps, rows)
         stats.add_gap(old, sampled, mask)
-        settings = self.settings
-        if settings.sampler_correction == "none":
+        form = self.settings.sampler_correction
+        if form == "none":
             return None
         lengths = [len(batch.mask[row]) for row in rows]
-        band = settings.sampler_correction_floor, settings.sampler_correction_cap
-        weights = correction_weights(old, sampled, mask, lengths, settings.sampler_correction, *band)
+        weights = correction_weights(old, sampled, mask, lengths, form)
         stats.weight += torch.stack([(weights * mask).sum(), mask.sum().float()])
         return weights
 

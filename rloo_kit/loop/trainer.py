@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from datasets import IterableDataset
 from transformers import TrainerCallback
 
 from rloo_kit.config.checks import find_eval_problem
@@ -27,13 +26,13 @@ from rloo_kit.loop.build import build_step, check_prompts, describe, refuse_idle
 from rloo_kit.loop.options import FURTHER_ARGUMENTS, make_toolbox, name_settings, naming_settings, prepare_arguments
 from rloo_kit.loop.progress_bar import use_text_progress
 from rloo_kit.loop.records import RolloutBatch
-from rloo_kit.loop.saving import StreamPlace, find_micro_step, load_loop_state, read_place, save_checkpoint
+from rloo_kit.loop.saving import LOOP_STATE, find_micro_step, save_checkpoint
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.models import adapters
 from rloo_kit.models.backends import keep_settings
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.rewarding.guard import log_names
-from rloo_kit.runs.files import saving
+from rloo_kit.runs.files import read_object, saving
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 
@@ -46,8 +45,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             `reward(prompts, completions, completion_ids, **columns) -> list[float | None]`, with the arguments that
             its signature accepts.
         args: the kit's `RLOOConfig`, or TRL's (the kit's options then have their defaults).
-        train_dataset: a `datasets.Dataset` with a column `prompt`, or a stream (`datasets.IterableDataset`) of such
-            rows, which requires `max_steps`.
+        train_dataset: a `datasets.Dataset` with a column `prompt`.
         tools, environment_factory: as in TRL's `GRPOTrainer`: functions that the model may call, and a class of
             environments. They run in this process; those of a `Toolbox`, as `tools`, in their own.
 
@@ -67,7 +65,6 @@ class RLOOTrainer(trl.RLOOTrainer):
     think_tags: ThinkTags
     checkpoint_record: Mapping[str, Any] = {}
     _staging: Path | None = None  # where a checkpoint is being written
-    _place: StreamPlace | None = None  # in a training set that is a stream
 
     def __init__(
         self,
@@ -204,8 +201,7 @@ class RLOOTrainer(trl.RLOOTrainer):
             raise NonFiniteError(
                 f"NaN or infinity in {skipped.reason}, {skipped.patience} steps in a row, so "
                 f"training stopped; none of them moved a weight. The state is saved in {self.args.output_dir}. Lower "
-                "learning_rate, raise beta, set delta if num_iterations is above 1, and prefer bf16 to fp16; then "
-                "start from an earlier checkpoint"
+                "learning_rate, raise beta, and prefer bf16 to fp16; then start from an earlier checkpoint"
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -220,29 +216,12 @@ class RLOOTrainer(trl.RLOOTrainer):
             raise ConfigError(problem)
         return super().get_eval_dataloader(eval_dataset)
 
-    def get_train_dataloader(self) -> Any:
-        """TRL's, after a check of the prompt count; of a stream as many rows are read as a rollout needs."""
-        if isinstance(self.train_dataset, IterableDataset):
-            needed = self.args.generation_batch_size // self.num_generations
-            check_prompts(self, sum(1 for _ in self.train_dataset.take(needed)))
-        return super().get_train_dataloader()
-
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         check_prompts(self, len(self.train_dataset if dataset is None else dataset))
         self._drawn = super()._get_train_sampler(dataset)
         return self._drawn
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-
-    def _init_training_state(
-        self, max_steps: int, steps_a_pass: int, passes: int, resume_from_checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        """transformers': the pass and its completed batches; corrected for streams, which it assumes never end."""
-        state = super()._init_training_state(max_steps, steps_a_pass, passes, resume_from_checkpoint, trial)
-        if not isinstance(self.train_dataset, IterableDataset):
-            return state
-        self._place = read_place(resume_from_checkpoint) or StreamPlace(0, state[1], state[1])
-        return self._place.passes, 0 if self.args.ignore_data_skip else self._place.batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the adapter and its reference as they were.
@@ -252,7 +231,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         reference.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_loop_state(self.rloo, Path(resume_from_checkpoint))
+        loop = read_object(Path(resume_from_checkpoint) / LOOP_STATE)  # a checkpoint of TRL's trainer has none
+        self.rloo.recorder.episodes = loop.get("episodes", 0)
         policy = self.accelerator.unwrap_model(self.model)
         if not is_peft_model(policy):
             return
@@ -295,9 +275,6 @@ class _LoopCallback(TrainerCallback):
         trainer._window, trainer._due, trainer._step_ends = None, [], []  # in use when training was interrupted
         trainer.rloo.broken = None
         state.compute_steps(args, state.max_steps)  # the checkpoint's state has those of before
-        if trainer._place is not None:
-            trainer._step = trainer._place.micro_steps
-            return
         trainer._step = find_micro_step(args, state, len(train_dataloader))
         if (sampler := trainer._drawn) is not None and sampler.shuffle:
             for _ in range(int(state.epoch or 0)):  # completed passes
@@ -308,21 +285,10 @@ class _LoopCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._count_gradient()  # not in `on_step_end`, where an evaluation may be interrupted
-        cuda, reservoir, ends = torch.cuda, self.trainer.rloo.reservoir, self.trainer._step_ends
+        cuda, ends = torch.cuda, self.trainer._step_ends
         ends[:] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
         ends += [(torch.set_rng_state, torch.get_rng_state())]
         ends += [(cuda.set_rng_state_all, cuda.get_rng_state_all())] if cuda.is_initialized() else []
-        ends += [(reservoir.load_state_dict, reservoir.state_dict())] if reservoir else []
-        self._move_on(is_over=self.trainer.accelerator.gradient_state.end_of_dataloader)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        self._move_on(is_over=True)
-
-    def _move_on(self, is_over: bool) -> None:
-        """Advance the place in a stream; its pass may end in the middle of a step."""
-        place, micro_steps = self.trainer._place, self.trainer._step
-        if place is not None and place.micro_steps != micro_steps:
-            self.trainer._place = place.move(micro_steps, is_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         if hasattr(engine := self.trainer.rloo.sampler.engine, "close"):  # a server unloads the adapter

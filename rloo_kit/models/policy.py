@@ -149,7 +149,7 @@ def load_policy(run: RunConfig) -> Policy:
         config_arguments=load_backend(name).config_arguments(run),
         rollout=run.rollout,
         weights=digest_source(source),
-        precision=environment.mixed_precision(run.rloo.bf16, run.rloo.fp16),
+        precision=environment.mixed_precision(run.model.dtype),
     )
 
 

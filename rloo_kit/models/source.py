@@ -189,11 +189,11 @@ def check_config(run: RunConfig, config: Any, backend: str) -> None:
     Unsloth casts such a model to float16."""
     usable_length(run, config)
     kind, machine = config.get_text_config().model_type, environment.current()
-    mixed = environment.mixed_precision(run.rloo.bf16, run.rloo.fp16) == "fp16"
+    mixed = environment.mixed_precision(run.model.dtype) == "fp16"
     is_cast = backend == "unsloth" and machine.precision == "fp16"
     if kind.startswith(FLOAT16_OVERFLOWS) and (mixed or is_cast or dtype_name(run) == "float16"):
         raise BackendError(
-            f"the run would compute in float16, in which {kind} overflows: set model.dtype=float32 rloo.fp16=false"
+            f"the run would compute in float16, in which {kind} overflows: set model.dtype=float32"
             + (" model.backend=transformers, because Unsloth casts it on a GPU without bfloat16" if is_cast else "")
         )
 

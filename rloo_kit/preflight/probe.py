@@ -201,7 +201,8 @@ def find_rollout_faults(
     if form := find_form_fault(run, measures):
         yield form
     elif few:
-        fix = _advise(measures.pass_rate) or "rollout.resample_rounds=2 samples fresh prompts in their place"
+        usual = "rollout.difficulty_samples=8 skips prompts that are always or never solved"
+        fix = _advise(measures.pass_rate) or usual
         rate = "" if measures.pass_rate is None else f" (pass rate {measures.pass_rate:.2f})"
         found = f"{measures.signal} of {measures.prompts} groups have a signal; in the others all completions earn the "
         yield Problem("rollout", f"{found}same reward{rate}", fix, level="warning")

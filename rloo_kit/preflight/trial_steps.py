@@ -144,11 +144,10 @@ def take_steps(
     engine = "auto" if load.engine in FOREIGN else run.rollout.engine
     changed: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": completions, "gradient_accumulation_steps": 1,
-        "steps_per_generation": None, "num_generations": generations, "logging_steps": 1,
+        "steps_per_generation": None, "num_generations": generations,
         "rollout_engine": engine, "rollout_server_url": None,
         "lr_scheduler_type": "constant", "warmup_steps": 0, "mask_truncated_completions": False,
-        "sampler_correction": "none", "sampler_correction_floor": 0.0, "reward_clip_range": None,
-        "tools": [], "environment": None,
+        "sampler_correction": "none", "reward_clip_range": None, "tools": [], "environment": None,
     }  # fmt: skip
     prompts = [{"prompt": "0" * load.prompt_tokens}] * (2 * completions // generations)
     dataset = load_stack().datasets.Dataset.from_list(prompts)
@@ -210,7 +209,7 @@ def make_trainer(
     with tempfile.TemporaryDirectory(prefix="rloo-kit-preflight-") as folder:
         Path(folder).chmod(0o755)  # a server that loads the adapter from here may run as another user
         arguments = training_arguments(run, policy, Path(folder))
-        arguments |= {"resample_rounds": 0, "save_strategy": "no", "report_to": "none", **(changed or {})}
+        arguments |= {"save_strategy": "no", "report_to": "none", **(changed or {})}
         trainer = None
         try:
             trainer = RLOOTrainer(

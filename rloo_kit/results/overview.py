@@ -19,7 +19,7 @@ from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
 
-STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step", "energy_wh")
+STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step")
 MEANS = (
     "reward", "rewards/failed_ratio", "frac_score_zero_std", "grad_norm", "kl", "kl/spread_ratio", "entropy",
     "sampling/logp_difference_mean", "clip_ratio/region_mean", "val/ratio",

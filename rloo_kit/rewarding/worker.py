@@ -6,7 +6,6 @@ source by its digest.
 
 import functools
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from rloo_kit.system.user_code import describe_user_error, digest_texts, finish,
 
 def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     """Digests of users' rewards: of the file that defines one and the local modules that this imports; in a notebook or
-    a script, of the function or class and what it uses there. Empty for the kit's own, which the configuration
+    a script, of the function or class itself. Empty for the kit's own, which the configuration
     describes. Keywords of a partial count, attributes of an object do not: rewards count and cache in them."""
     sources: dict[str, list[str]] = {}
     for reward in rewards:
@@ -67,25 +66,13 @@ def _read_file(made: Any) -> dict[str, str]:
 
 
 def _read_main(made: Any) -> str:
-    """The source of a function, or of a class's methods (a notebook's class has none itself), and of the functions,
-    classes, modules and constants in capitals that its words name."""
-    texts, todo = [], [made]
-    for made in todo:  # which grows
-        bases = made.__mro__ if inspect.isclass(made) else ()
-        methods = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]  # also static
-        for function in filter(inspect.isfunction, methods or [inspect.unwrap(made)]):
-            text = ""
-            with suppress(OSError, TypeError):  # no source
-                text = inspect.getsource(function)
-            texts.append(text)
-            for name in sorted({*re.findall(r"\w+", text)} & function.__globals__.keys()):
-                used = function.__globals__[name]
-                if name.isupper() and isinstance(used, str | int | float):
-                    texts.append(f"{name} = {used!r}")
-                elif getattr(used, "__module__", None) != "__main__":
-                    texts += map(str, sorted(_read_file(used).items()))
-                elif (inspect.isfunction(used) or inspect.isclass(used)) and used not in todo:
-                    todo.append(used)
+    """The source of a function, or of a class's methods (a notebook's class has none itself); helpers do not count."""
+    bases = made.__mro__ if inspect.isclass(made) else ()
+    methods = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]  # also static
+    texts = []
+    for function in filter(inspect.isfunction, methods or [inspect.unwrap(made)]):
+        with suppress(OSError, TypeError):  # no source
+            texts.append(inspect.getsource(function))
     return repr(texts)
 
 

@@ -11,7 +11,6 @@ def draw(
     logits: torch.Tensor,
     temperature: float,
     cut: Cut | None = None,
-    ids: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sampled tokens and their log-probabilities.
@@ -19,7 +18,7 @@ def draw(
     Args:
         logits: (R, V), any floating type.
         temperature: 0 takes the likeliest token; else the logits are divided by it, in float32.
-        cut: then filters the logits, see `Filters.make_cut`. ids: (R, L) so far, if `cut` reads them.
+        cut: then filters the logits, see `Filters.make_cut`.
         uniform: (R, 1) float64, one random number for each row; None draws them.
 
     Returns:
@@ -30,7 +29,7 @@ def draw(
         return logits.argmax(dim=-1), logits.new_zeros(logits.size(0), dtype=torch.float32)
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
     if cut is not None:
-        scaled = cut(ids, scaled.clone())
+        scaled = cut(scaled.clone())
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
     tokens, total = _invert(scaled.exp(), uniform)
     return tokens.squeeze(1), (scaled.gather(1, tokens).double() - total.log()).float().squeeze(1)

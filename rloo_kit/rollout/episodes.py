@@ -132,8 +132,8 @@ class Episodes:
         if not calls and not problem:
             self._asked[number] = None
             return self.toolbox.ask(number, "respond", [*episode.messages])
-        left = max(0, self.limits.max_tool_calls - len(episode.calls))
-        limit = Result(f"error: no call is left; the limit is {self.limits.max_tool_calls}", "invalid")
+        left = max(0, self.limits.max_turns - len(episode.calls))
+        limit = Result(f"error: no call is left; the limit is {self.limits.max_turns}", "invalid")
         unread = Result(f"error: the call cannot be read: {problem}", "invalid")
         refused = [("unknown", unread)] if problem else [(name, limit) for name, _ in calls[left:]]
         self._asked[number] = [name for name, _ in calls[:left]], refused

@@ -83,11 +83,9 @@ class GenerateEngine(Engine):
     def _generate(self, call: Call, batch: list[int]) -> bool:
         """Complete the call's rows in `batch`; returns False if memory ran out and they have to start over."""
         states = [deepcopy(call.states[row]) for row in batch]
-        prompts = [state.prompt + state.ids for state in states]
-        padded = self._pad(prompts)
+        padded = self._pad([state.prompt + state.ids for state in states])
         width = padded["input_ids"].size(1)
-        filled = [ids[:1] * (width - len(ids)) + ids for ids in prompts]  # with a row's own tokens, for the filters
-        steering = _Steering(self.sampling, states, padded["input_ids"].new_tensor(filled))
+        steering = _Steering(self.sampling, states)
         try:
             output = self._model.generate(
                 **padded,
@@ -180,12 +178,12 @@ class _Steering:
     With a budget, each token goes to its row's `CompletionState` as soon as it is drawn, and the state gives the id
     that is forced next; a finished row gets the end token. Without one, all tokens go to the states at the end.
 
-    Shapes: (B, P + C so far) ids, (B, V) scores. `prompts`: (B, P), what the filters read in place of the padded ones.
+    Shapes: (B, P + C so far) ids, (B, V) scores.
     """
 
-    def __init__(self, sampling: Sampling, states: list[CompletionState], prompts: torch.Tensor) -> None:
+    def __init__(self, sampling: Sampling, states: list[CompletionState]) -> None:
         self.temperature, self.end_id = sampling.temperature, sampling.end_ids[0]
-        self.states, self.prompts = states, prompts
+        self.states = states
         self.cut = sampling.filters.make_cut()
         self.has_budget = any(state.has_budget for state in states)
         self.before: torch.Tensor | None = None  # (B, V), log-probabilities that the next token is drawn from
@@ -202,8 +200,7 @@ class _Steering:
         if self.temperature > 0:
             scaled = scaled / self.temperature
             if self.cut is not None:
-                own_ids = torch.cat([self.prompts, input_ids[:, self.prompts.size(1) :]], dim=1)
-                scaled = self.cut(own_ids, scaled)
+                scaled = self.cut(scaled)
         self.before = torch.log_softmax(scaled, dim=-1) if self.temperature > 0 else scaled
         if self.has_budget:  # leave only the forced token in rows that have one
             given = [self.end_id if state.finished else state.next_forced for state in self.states]

@@ -1,8 +1,8 @@
 """One token of all live rows as one fixed sequence of operations on fixed buffers, replayed as a CUDA graph.
 
 A graph is captured at the second step of its shape; the first one warms up. Rows are rounded up to a bucket, the length
-to a block, and masks and rotations are by position, so few graphs serve a rollout. Random numbers and the tokens'
-history are inputs: the draws are those of a step without a graph.
+to a block, and masks and rotations are by position, so few graphs serve a rollout. Random numbers are inputs: the
+draws are those of a step without a graph.
 
 Shapes: R live rows, S slots, L tokens, V vocabulary.
 """
@@ -58,8 +58,7 @@ class TokenSteps:
 
     def __init__(self, engine: Any, decoder: ModuleDecoder, cache: SlotCache, longest: int | None = None) -> None:
         self.engine, self.decoder, self.cache = engine, decoder, cache
-        self.temperature, filters = engine.sampling.temperature, engine.sampling.filters
-        self.cut, self.reads_history = filters.make_cut(), filters.repetition_penalty != 1.0
+        self.temperature, self.cut = engine.sampling.temperature, engine.sampling.filters.make_cut()
         self.replays: dict[tuple[int, int], Callable[[], None] | None] = {}  # by bucket and length; None: not captured
         self.is_static, self._bucket = longest is not None, 0
         if longest is not None:
@@ -69,8 +68,6 @@ class TokenSteps:
             self._inputs = torch.zeros(2, slots, dtype=torch.long, device=device)  # tokens and positions
             self._uniform = torch.zeros(slots, 1, dtype=torch.float64, device=device)
             self._drawn = torch.zeros(2, slots, dtype=torch.float64, device=device)
-            history = (slots, cache.capacity) if self.reads_history else (0, 0)
-            self._history = torch.zeros(history, dtype=torch.long, device=device)
             self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def draw(self, live: list[CompletionState], uniform: torch.Tensor | None) -> tuple[list[float], list[float]]:
@@ -82,37 +79,26 @@ class TokenSteps:
         inputs = torch.tensor([[row.last for row in live], positions], device=device)
         if uniform is None and self.temperature > 0:
             uniform = torch.rand(rows, 1, dtype=torch.float64, device=device)
-        history = None
-        if self.reads_history:  # (R, L), a row's tokens so far, padded with its last one
-            ids = [row.prompt + row.ids for row in live]
-            history = torch.tensor([row + row[-1:] * (length - len(row)) for row in ids], device=device)
         if not self.is_static:
             self.engine.counts["eager"] += 1
-            drawn = self.compute(inputs, uniform, history, length, min(positions) == max(positions))
+            drawn = self.compute(inputs, uniform, length, min(positions) == max(positions))
         else:
             self._inputs[:, :rows] = inputs
             if uniform is not None:
                 self._uniform[:rows] = uniform
-            if history is not None:
-                self._history[:rows, :length] = history
             self._run(rows, length)
             drawn = self._drawn[:, :rows]
         tokens, logps = drawn.tolist()  # one transfer
         return tokens, logps
 
     def compute(
-        self,
-        inputs: torch.Tensor,
-        uniform: torch.Tensor | None,
-        history: torch.Tensor | None,
-        length: int,
-        is_even: bool = False,
+        self, inputs: torch.Tensor, uniform: torch.Tensor | None, length: int, is_even: bool = False
     ) -> torch.Tensor:
         """Tokens and log-probabilities (2, R) in float64, from tokens and positions (2, R)."""
         tokens, positions = inputs
         self.cache.begin(positions, length, is_even)
         logits = self.decoder.decode(tokens, positions, self.cache)
-        drawn, logps = draw(logits, self.temperature, self.cut, history, uniform)
+        drawn, logps = draw(logits, self.temperature, self.cut, uniform)
         return torch.stack((drawn.double(), logps.double()))
 
     def _checked(self, replay: Callable[[], None], step: Callable[[], None], rows: int) -> Callable[[], None]:
@@ -132,8 +118,7 @@ class TokenSteps:
         bucket, counts = self._bucket, self.engine.counts
 
         def step() -> None:
-            history = self._history[:bucket, :length] if self.reads_history else None
-            self._drawn[:, :bucket] = self.compute(self._inputs[:, :bucket], self._uniform[:bucket], history, length)
+            self._drawn[:, :bucket] = self.compute(self._inputs[:, :bucket], self._uniform[:bucket], length)
 
         key = (bucket, length)
         if key in self.replays and self.replays[key] is None and self.engine.uses_graphs:

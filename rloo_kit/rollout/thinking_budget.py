@@ -48,29 +48,28 @@ def make_limits(
     thinking_budget: int | None = None,
     answer_budget: int | None = None,
     close: str = "tag",
-    thinking_total: int | None = None,
 ) -> Limits:
-    """The limits of a rollout, from the keys of `rloo`; `thinking_total`: of all turns together.
+    """The limits of a rollout, from the keys of `rloo`.
 
     Raises:
         ConfigError: a budget for a tokenizer without `</think>`, or one that leaves no token for an answer.
     """
-    if thinking_budget is None and thinking_total is None:
+    if thinking_budget is None:
         return Limits(max_completion_length)
     close_ids = close_ids_for(tokenizer, tags, close)
-    needed = (thinking_budget or 0) + len(close_ids) + (answer_budget or 1)
-    if thinking_budget is not None and needed > max_completion_length:
+    needed = thinking_budget + len(close_ids) + (answer_budget or 1)
+    if needed > max_completion_length:
         raise ConfigError(
             f"rloo.thinking_budget ({thinking_budget}) + {len(close_ids)} forced tokens + rloo.answer_budget "
             f"({answer_budget or 'at least 1'}) is more than rloo.max_completion_length = {max_completion_length}. "
             f"Lower rloo.thinking_budget, or set rloo.max_completion_length to {needed} or more"
         )
-    return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id, thinking_total)
+    return Limits(max_completion_length, thinking_budget, answer_budget, close_ids, tags.end_id)
 
 
 def limits_of(section: Any, tokenizer: Any, tags: ThinkTags) -> Limits:
     """The limits of a run's rollouts; `section`: `run.rloo` or an `RLOOConfig`. Raises as `make_limits`."""
-    budgets = section.thinking_budget, section.answer_budget, section.thinking_close, section.thinking_budget_total
+    budgets = section.thinking_budget, section.answer_budget, section.thinking_close
     return make_limits(tokenizer, tags, section.max_completion_length, *budgets)
 
 

@@ -2,23 +2,18 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import nan
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rloo_kit.completion import Span
 
 FOREIGN = ("vllm", "server")  # engines that sample with other kernels, from a LoRA that the kit gives them
 
-Cut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,6 @@ class Limits:
         answer_budget: tokens after the close, forced or not; None for what `max_completion_length` leaves.
         close_ids: ids that are forced when the budget is spent.
         think_end_id: the id of `</think>`, by which a completion closes its thinking itself.
-        thinking_total: tokens of thinking in all turns together; None for no such limit.
     """
 
     max_completion_length: int
@@ -39,7 +33,6 @@ class Limits:
     answer_budget: int | None = None
     close_ids: tuple[int, ...] = ()
     think_end_id: int | None = None
-    thinking_total: int | None = None
 
     @property
     def longest(self) -> int:
@@ -63,15 +56,10 @@ class Filters:
     Attributes:
         top_p: keep the likeliest tokens that together have this probability, above 0; 1: all.
         top_k: keep this many of the likeliest tokens; 0: all.
-        min_p: keep tokens with at least this share of the likeliest one's probability; 0: all.
-        repetition_penalty: above 0; logits of tokens that occurred already are divided by it (negative ones
-            multiplied); 1: none.
     """
 
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value:g}" for name, value in asdict(self).items())
@@ -81,20 +69,20 @@ class Filters:
         """Whether any filter is set."""
         return self != WHOLE
 
+    def to_vllm(self) -> dict[str, float]:
+        """Parameters of a request, all that filter: vLLM takes missing ones from the checkpoint's generation config."""
+        return {**asdict(self), "min_p": 0.0, "repetition_penalty": 1.0}
+
     def make_cut(self) -> Cut | None:
-        """A function of the ids so far (R, L) and the logits (R, V) divided by the temperature. It returns logits that
-        are -inf for excluded tokens, by transformers' code and in the order of `generate`, and may change its input in
-        place. None without filters."""
+        """A function of the logits (R, V) divided by the temperature. It returns logits that are -inf for excluded
+        tokens, by transformers' code and in the order of `generate`, and may change its input in place. None without
+        filters."""
         steps = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            steps.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.top_k > 0:
             steps.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1.0:
             steps.append(TopPLogitsWarper(self.top_p))
-        if self.min_p > 0.0:
-            steps.append(MinPLogitsWarper(self.min_p))
-        return steps or None
+        return partial(steps, None) if steps else None  # neither reads the ids so far
 
 
 WHOLE = Filters()  # distribution
@@ -153,18 +141,13 @@ class CompletionState:
         self.turns = 0
         self.finished = limits.max_completion_length < 1
         self._limits, self._ends = limits, end_ids
-        self._begin_turn(limits.thinking_total)
+        self._begin_turn()
 
-    def _begin_turn(self, left: int | None) -> None:
-        """`left`: tokens of thinking that the turns before leave of the total."""
+    def _begin_turn(self) -> None:
         self._turn_start = len(self.ids)
-        self._left = left
-        budgets = [budget for budget in (self._limits.thinking_budget, left) if budget is not None]
-        self._budget = min(budgets, default=None)  # of this turn, in tokens
-        self._thought: int | None = None  # tokens of this turn's thinking, once it was closed
         self._answer_ends: int | None = None  # length at which the answer budget is spent
         self._pending: list[int] = []  # forced tokens still to come, the next one last
-        if self._budget == 0:
+        if self._limits.thinking_budget == 0:
             self._close()
 
     @property
@@ -185,7 +168,7 @@ class CompletionState:
     @property
     def has_budget(self) -> bool:
         """Whether its thinking may be closed by force."""
-        return self._budget is not None
+        return self._limits.thinking_budget is not None
 
     @property
     def requests(self) -> int:
@@ -205,12 +188,13 @@ class CompletionState:
     @property
     def next_stretch(self) -> tuple[int, list[int]]:
         """How many tokens may be sampled in one request before a limit, and the ids that stop it earlier."""
-        if self._budget is None:
+        budget = self._limits.thinking_budget
+        if budget is None:
             return self.room, [*self._ends]
         if self._answer_ends is not None:
             return min(self.room, self._answer_ends - len(self.ids)), [*self._ends]
         closing = [] if self._limits.think_end_id is None else [self._limits.think_end_id]
-        return min(self.room, self._turn_start + self._budget - len(self.ids)), [*self._ends, *closing]
+        return min(self.room, self._turn_start + budget - len(self.ids)), [*self._ends, *closing]
 
     @property
     def next_forced(self) -> int | None:
@@ -234,12 +218,11 @@ class CompletionState:
             if token in self._ends:
                 self.finished = True
                 return
-            if self._budget is not None and self._answer_ends is None:
-                thought = len(self.ids) - self._turn_start
+            budget = self._limits.thinking_budget
+            if budget is not None and self._answer_ends is None:
                 if token == self._limits.think_end_id:
-                    self._thought = thought - 1
                     self._answer_ends = len(self.ids) + self._limits.answer_limit
-                elif thought >= self._budget:
+                elif len(self.ids) - self._turn_start >= budget:
                     self._close()
         length = len(self.ids)
         self.finished = length >= self._limits.max_completion_length or length == self._answer_ends
@@ -247,17 +230,12 @@ class CompletionState:
     def resume(self, context: Sequence[int]) -> None:
         """Continue with a new turn after the ids that a tool's result takes."""
         start = len(self.ids)
-        left = self._left
-        if left is not None:
-            thought = len(self.turn_ids) if self._thought is None else self._thought
-            left = max(0, left - thought)
         self.ids += context
         self.logps += [nan] * len(context)
         self.context.append((start, len(self.ids)))
         self.turns += 1
         self.finished = False
-        self._begin_turn(left)
+        self._begin_turn()
 
     def _close(self) -> None:
-        self._thought = len(self.turn_ids)
         self._pending = list(reversed(self._limits.close_ids))

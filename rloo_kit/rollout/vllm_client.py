@@ -7,7 +7,6 @@ Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
 import httpx
@@ -148,7 +147,7 @@ class VllmClient:
         """The ids that continue a prompt, at most `limit`, up to and including the first stop id, and the
         log-probability of each, in nats."""
         body = {"max_tokens": limit, "temperature": sampling.temperature, "seed": seed, "stop_token_ids": stop_ids}
-        body |= {"logprobs": 0, "return_token_ids": True, **asdict(sampling.filters)}  # of the sampled token only
+        body |= {"logprobs": 0, "return_token_ids": True, **sampling.filters.to_vllm()}  # of the sampled token only
         choice = self._complete(adapter, prompt_ids, body)
         ids, reason = choice.token_ids, picture_controls(str(choice.finish_reason))[:100]
         logps = choice.scores.token_logprobs if choice.scores is not None else None
@@ -182,7 +181,7 @@ class VllmClient:
         unchanged if raw. Above 1, half of it and itself are compared: vLLM samples at 2 at most.
         """
         low = temperature if temperature <= 1 else temperature / 2
-        body = {"max_tokens": 1, "logprobs": PROBE_TOKENS, "return_tokens_as_token_ids": True, **asdict(WHOLE)}
+        body = {"max_tokens": 1, "logprobs": PROBE_TOKENS, "return_tokens_as_token_ids": True, **WHOLE.to_vllm()}
         tops: list[dict[str, float]] = []
         for heat in (low, 2 * low):
             scores = self._complete(adapter, prompt_ids, body | {"temperature": heat}).scores

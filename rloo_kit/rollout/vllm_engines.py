@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
             stop_token_ids=stops,
             seed=(seed + state.requests) % 2**31,
             temperature=self.sampling.temperature,
-            **asdict(self.sampling.filters),
+            **self.sampling.filters.to_vllm(),
             ignore_eos=True,  # only a request's own stop ids end it, not those in the checkpoint's files
             logprobs=0,  # of the sampled token only
             detokenize=False,

@@ -350,12 +350,13 @@ def current() -> Environment:
     return _current if _current is not None else prepare_environment()
 
 
-def mixed_precision(bf16: bool | None, fp16: bool | None) -> str:
-    """What a run with these options is trained in, "bf16", "fp16" or "no"; None follows the machine."""
-    if bf16 or fp16:
-        return "bf16" if bf16 else "fp16"
+def mixed_precision(dtype: str) -> str:
+    """What a run with this `model.dtype` is trained in: "bf16", "fp16" or "no". It is the machine's, but float16 for
+    float16 weights, and float32 for float32 weights without bfloat16, because some models overflow float16."""
     machine = PRECISIONS[current().precision][1]
-    return "no" if {"bf16": bf16, "fp16": fp16}.get(machine) is False else machine
+    if dtype == "float16" and machine != "no":
+        return "fp16"
+    return "no" if (dtype, machine) == ("float32", "fp16") else machine
 
 
 def _switch_telemetry_off() -> str:

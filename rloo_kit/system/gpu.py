@@ -90,17 +90,6 @@ def find_holders(gpu: Gpu) -> list[Holder]:
     return _ask(find)[0] or []
 
 
-def read_energy() -> float | None:
-    """Joules that this process's GPU has used since its driver was loaded, by all programs; None if NVML does not
-    report it (GPUs before Volta, MIG slices, no GPU)."""
-
-    def read(nvml: Any) -> float | None:
-        own, _ = _visible(nvml)
-        return None if own is None else nvml.nvmlDeviceGetTotalEnergyConsumption(own) / 1000
-
-    return _ask(read)[0]
-
-
 def describe_machine() -> str:
     """The GPU with its memory, or the CPU with cores and RAM; never a host's name."""
     import psutil

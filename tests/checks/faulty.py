@@ -124,8 +124,6 @@ FAULTS = (
            ("rloo.tools", "chat template", "leaves the tools out"), tools(ADD)),
     Faulty("a result as long as a completion", (*TOOL, "rloo.tool_result_tokens=48"),
            ("rloo.tool_result_tokens=12", "rloo.max_completion_length"), tools(ADD), "warning"),
-    Faulty("a limit for several turns without tools", ("rloo.thinking_budget_total=9",),
-           ("rloo.thinking_budget=9", "rloo.tools")),
     Faulty("an environment that cannot start", IN_WORLD,
            ("rloo.environment: World", "prompt, answer", "ValueError", "my_tools.py, line 3"),
            tools(WORLD.replace("int(answer)", "int('x' + answer)"))),

@@ -18,7 +18,7 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     """A run that died because vLLM took too much has to be resumed with less; `sft:` is over before a run begins."""
     before = load_config(DEMO).to_yaml()
     refuse_changes(before, load_config(DEMO, *MAY, *(f"rollout.vllm.{word}" for word in VLLM)).to_yaml(), tmp_path)
-    words = ("rollout.resample_rounds=2", "rloo.beta=0.5", "rloo.max_steps=1", "run.seed=5")
+    words = ("rollout.difficulty_samples=2", "rloo.beta=0.5", "rloo.max_steps=1", "run.seed=5")
     with pytest.raises(ConfigError) as caught:
         refuse_changes(before, load_config(DEMO, *words).to_yaml(), tmp_path)
     for key, value in (word.split("=") for word in words):
@@ -29,7 +29,7 @@ def test_a_run_from_before_a_key(tmp_path: Path) -> None:
     """A saved file without a key that is newer has that key's default."""
     now = load_config(DEMO).to_yaml()
     for older in (
-        now.replace(now[now.index("  vllm:") : now.index("  resample_rounds")], ""),
+        now.replace(now[now.index("  vllm:") : now.index("  difficulty_samples")], ""),
         now[: now.index("sft:")] + now[now.index("health:") :],
     ):
         assert older != now

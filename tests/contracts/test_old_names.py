@@ -171,12 +171,16 @@ def test_command_line_flags_old_and_new(config_class: type, tmp_path: Path) -> N
     from transformers import HfArgumentParser
 
     flags = ["--output_dir", str(tmp_path), "--rloo_k", "4", "--kl_coef", "0.03", "--total_episodes", "80"]
+    flags += ["--missing_eos_penalty", "1.0", "--kl_form", "per_token", "--learning_rate", "3e-6"]
+    parser = HfArgumentParser(config_class)
     with pytest.warns(FutureWarning, match="rloo_k is an old TRL name of num_generations"):
-        (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses(
-            [*flags, "--missing_eos_penalty", "1.0", "--kl_form", "per_token", "--learning_rate", "3e-6"]
-        )
+        (config,) = parser.parse_args_into_dataclasses([*flags, "--rollout_rows", "5", "--normalize_rewards"])
     assert (config.num_generations, config.beta, config.max_steps, config.learning_rate) == (4, 0.03, 10, 3e-6)
-    assert (config.missing_eos_penalty, config.kl_form) == (1.0, "per_token")
+    assert (config.missing_eos_penalty, config.kl_form, config.rollout_rows) == (1.0, "per_token", 5)
+    assert config.normalize_rewards is True
+    assert "completions generated at once; None: set by the memory plan" in " ".join(parser.format_help().split())
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses([*flags, "--ratio_form", "token"])
 
 
 def test_choices_of_the_file_are_choices_of_transformers() -> None:

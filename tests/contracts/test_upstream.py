@@ -28,8 +28,6 @@ LEANED_ON = {
     "prediction_step": "b62f3bb0d975",
     "_get_train_sampler": "1b25d1c0176a",
     "get_eval_dataloader": "aace8e5c13fa",
-    "get_train_dataloader": "6ca297e4e0b3",
-    "_init_training_state": "aafbced9c7ae",
 }
 
 

@@ -101,15 +101,15 @@ def test_prompts_solved_always_or_never_are_skipped(policy, folder, sampled, cap
 
 
 def test_pass_rates_are_sampled_under_the_runs_limits(policy, folder, monkeypatch):
-    """They left out `thinking_budget_total`, so prompts were measured with more thinking than they are trained with."""
+    """A budget was left out, so prompts were measured with more thinking than they are trained with."""
     limits: list[Any] = []
     monkeypatch.setattr(difficulty, "generate_completions", lambda policy, rows, given, **_: limits.append(given) or [])
     monkeypatch.setattr(difficulty, "open_tools", lambda *_: None)
     run = make_run()
-    run.rloo.tools, run.rloo.max_completion_length, run.rloo.thinking_budget_total = ["tools.py:add"], 20, 5
+    run.rloo.tools, run.rloo.max_completion_length, run.rloo.thinking_budget = ["tools.py:add"], 20, 5
     with suppress(Exception):  # nothing was sampled
         select_prompts(run, policy, make_dataset(["7"] * 7), folder)
-    assert (limits[0].thinking_total, limits[0].max_completion_length) == (5, 20)
+    assert (limits[0].thinking_budget, limits[0].max_completion_length) == (5, 20)
 
 
 def test_prompts_without_an_answer_are_kept(policy, folder, sampled, capsys):

@@ -22,7 +22,6 @@ rewards: [{{name: length_reward}}, {{name: 'own:by_text'}}]
 rloo:
   max_steps: 8
   save_steps: 1
-  logging_steps: 1
   learning_rate: 1e-2
   per_device_train_batch_size: 8
   num_generations: 4
@@ -40,8 +39,6 @@ def by_text(completion_ids, **_):
     (folder / "calls").open("a").write("x")
     calls = (folder / "calls").stat().st_size
     time.sleep(float((folder / "slow").read_text()) if (folder / "slow").exists() else 0.0)
-    if (folder / "raise_at").exists() and calls >= int((folder / "raise_at").read_text()):
-        raise RuntimeError("the judge is down")
     return [sum(ids) % 17 / 17 for ids in completion_ids]
 """
 

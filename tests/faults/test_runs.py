@@ -108,19 +108,6 @@ def test_an_emptied_status_is_rebuilt(reference, record):
     assert place.run("--resume") == 0 and "finished already" in place.printed()
 
 
-def test_the_same_command_after_a_failure_deletes_nothing(place, record):
-    """With metrics logged every 10th step, a run that failed at step 6 counted as not started."""
-    (place.folder / "raise_at").write_text("4")
-    words = ("rloo.logging_steps=10", "run.max_reward_failure_share=0.1")
-    assert place.run(*words) == 2, place.printed()
-    record("a reward fails at steps 4 to 6", place, 2, place.errors()[-1], "the state of that step, as a checkpoint")
-    before = place.checkpoints()
-    assert len(before) == 3 and before[-1] == 5
-    assert place.run(*words) == 2 and place.checkpoints() == before
-    assert "--resume" in place.errors()[-1] and "--overwrite" in place.errors()[-1]
-    record("the same command again", place, 2, place.errors()[-1], "everything")
-
-
 def test_a_signal_while_it_trains_ends_with_a_checkpoint(place, record):
     """SIGHUP killed the run at once, without a checkpoint; below and in test_cli.py are SIGHUP and Ctrl-C."""
     (place.folder / "slow").write_text("0.3")

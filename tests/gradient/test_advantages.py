@@ -1,7 +1,6 @@
 """Advantages against plain Python: penalties, baselines, normalising, and the three together."""
 
 import itertools
-import json
 import random
 import statistics
 from dataclasses import replace
@@ -11,7 +10,6 @@ import torch
 
 from rloo_kit.gradient.advantages import (
     AdvantageSettings,
-    RunningMoments,
     combine_rewards,
     kl_charge,
     kl_to_go,
@@ -135,22 +133,3 @@ def test_moments_of_tokens_do_not_wait_for_a_penalty():
     without, tiny = (make_advantages(scores, torch.zeros_like(ones), ones, lengths, 2, each) for each in settings)
     assert without.per_token and without.trained.tolist() == pytest.approx(tiny.trained.tolist(), abs=1e-6)
     assert abs(without.trained.mean().item()) < 1e-5 and without.per_row[0].item() == pytest.approx(-3.84, abs=0.01)
-
-
-def test_running_moments_are_those_of_all_rewards_so_far():
-    """The mean of the batches' deviations is not the deviation of all; a resumed run must go on with the same scale."""
-    generator = random.Random(3)
-    running, everything = RunningMoments(), []
-    first = torch.tensor([2.0])
-    running.update(first)
-    everything.append(2.0)
-    assert torch.equal(running.normalize(first, 1e-8), first), "one reward has no deviation"
-    for size in (4, 1, 64, 8):
-        batch = [generator.gauss(1e4, 2) for _ in range(size)]
-        running.update(torch.tensor([*batch, NAN, float("inf")], dtype=torch.float64))
-        everything += batch
-        running = RunningMoments.from_dict(json.loads(json.dumps(running.to_dict())))
-    mean, deviation = statistics.fmean(everything), statistics.stdev(everything)
-    values = torch.tensor([mean, mean + deviation, NAN], dtype=torch.float64)
-    found = running.normalize(values, eps=0.0)
-    assert found[:2].tolist() == pytest.approx([0.0, 1.0], abs=1e-9) and found[2].isnan()

@@ -278,25 +278,6 @@ def test_a_mean_over_tokens_is_that_of_each_step_of_a_rollout(mean, step):
     assert not trainer.rloo.settings.on_policy
 
 
-@pytest.mark.parametrize("memory", ["fast", "low"])
-def test_a_mean_over_tokens_counts_those_that_were_drawn_again(memory, step):
-    """A tied group gives way to a fresh one, and its tokens with it; on-policy the loss says what was divided by."""
-    fresh = [[80, 258], [81] * 6, [82] * 5, [83, 84, 258]]
-
-    def first_tied(completion_ids, **_):
-        return [1.0 if ids[0] in (72, 260, 65) else len(ids) + ids[0] / 50 for ids in completion_ids]
-
-    completions = [*TWO_GROUPS, *fresh]
-    options = GRPO | {"token_mean": "batch", "beta": 0.0, "resample_rounds": 1}
-    _, trainer = step(first_tied, completions=completions, memory=memory, more=["a", "b"], **options)
-    logs = trainer.state.log_history[0]
-    assert logs["rollout/resampled_groups"] == 1
-    lengths, advantages = [len(ids) for ids in fresh + TWO_GROUPS[4:]], list(trainer._logs["advantages"])[-8:]
-    wanted = -sum(a * n for a, n in zip(advantages, lengths, strict=True)) / sum(lengths)
-    assert abs(wanted) > 0.01 and logs["loss/policy_avg"] == pytest.approx(wanted, abs=1e-5)
-    assert logs["loss"] == pytest.approx(wanted, abs=1e-4)
-
-
 def test_fast_says_when_it_falls_back(step, capsys):
     """The deviation of a rollout is not known before all of it is scored; who asks for `fast` has to know the cost."""
     expected, _ = step(memory="balanced", normalize_advantages=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERIES = sorted((Path(__file__).parent / "series").glob("*.jsonl"))
 WITHIN = 20  # steps after the onset of a fault
 
-RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "logging_steps": 1, "beta": 0.0}
+RLOO = {"max_completion_length": 128, "num_generations": 4, "temperature": 0.7, "beta": 0.0}
 RLOO |= {"learning_rate": 0.3, "kl_form": "sum", "max_grad_norm": 1.0, "num_iterations": 1}
 WELL = {
     "loss": 0.0, "reward": 0.5, "reward_std": 0.5, "frac_score_zero_std": 0.25, "frac_reward_zero_std": 0.25,
@@ -210,9 +210,6 @@ EVALUATED = [{"step": n // 2 + 1} | ({"eval/accuracy": 0.1} if n % 2 else TIED) 
     [
         # with num_iterations=2 every second row has no rewards; such rows used to break the series
         (number([TIED | {"grad_norm": 0.2}, {"grad_norm": 0.2, "loss": 0.0}] * 3), {"patience": 4}, (1, 4)),
-        # with logging_steps=10, five steps without signal are less than one row
-        ([{"step": 10} | TIED], {"patience": 20, "logging_steps": 10}, None),
-        ([{"step": step} | TIED for step in (10, 20)], {"patience": 20, "logging_steps": 10}, (1, 20)),
         # a held-out accuracy between two steps is no step: it would turn three tied ones into five
         (EVALUATED[:8], {"patience": 5}, None),
         (EVALUATED, {"patience": 5}, (1, 5)),

@@ -280,7 +280,6 @@ RUNS = {
     "a tensor": Run("a reward that computes with torch hands back a tensor", rewards=(as_tensor,)),
     "reused": Run("the second use of a rollout is off-policy", {"num_iterations": 2, "max_steps": 4}),
     "the upper bound": Run("read as the lower one", THREE_UPDATES | {"epsilon": 0.999, "epsilon_high": 1e-6}),
-    "padded to 8": Run("weights that depend on padding have attended to it", {"pad_to_multiple_of": 8}),
     "truncated masked": Run(
         "cut-off thoughts are trained on", {"mask_truncated_completions": True, "beta": 0.1}, but=("loss",)
     ),
@@ -295,7 +294,6 @@ RUNS = {
     "four micro-steps a rollout, three a step": Run(
         "prompts given unequally often", FOUR_SLICES, prompts=17, but=("clip_ratio", "entropy")
     ),
-    "loader workers": Run("groups torn apart", {"dataloader_num_workers": 2, "per_device_train_batch_size": 8}),
     "every second step logged": Run("a step logged twice", {"logging_steps": 2, "max_steps": 3}),
     "an optimizer of one's own": Run("replaced by AdamW at another rate", {"learning_rate": 0.0}),
     "frozen embeddings": Run("weights that were frozen on purpose"),

@@ -1,20 +1,14 @@
 """Runs that a judge scores: faults of its server, a judge that is down, and what is found before the model loads."""
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import rloo_kit as kit
 from rloo_kit.checks.faults import find_faults
 from rloo_kit.errors import RewardError
-from rloo_kit.loop import callbacks
 from rloo_kit.rewarding import judge as module
 from rloo_kit.rewarding.registry import build_rewards
 from tests.judge_server import FAULTS, MODEL, JudgeServer
@@ -82,36 +76,6 @@ def test_a_judge_that_goes_down_saves_and_stops_the_run(
     assert result.steps == 8 and result.metrics[-1]["rewards/unscored_ratio"] == 0
 
 
-def test_a_judge_that_hangs_holds_no_run_that_is_to_end(
-    judged: Start, server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal waited for five tries of a minute each, and the step was trained on nothing. It ends with the last step
-    that was finished; the run that goes on from there equals one whose judge never hung. `tests/faults/test_judge.py`
-    has the whole process."""
-    monkeypatch.setattr(callbacks, "SECONDS_FOR_REWARDS", 1.0)
-    folder = tmp_path / "outputs" / "tiny"
-    judged(steps=5)
-    whole = load_file(folder / "adapter" / "adapter_model.safetensors")
-    (folder.parent / "judge.sqlite").unlink()
-    asked = threading.Event()
-
-    def fault(number: int, text: str) -> str | None:
-        if status(folder).get("step", 0) < 3:
-            return None
-        if not asked.is_set():
-            asked.set()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return "silence"
-
-    server.stall_s, server.fault = 60.0, fault
-    result = judged(steps=5, overwrite=True, timeout_s=600.0)
-    assert (result.stopped, result.steps, status(folder)["state"]) == ("interrupted", 3, "interrupted")
-    server.fault = lambda number, text: None
-    assert judged(steps=5, resume=True, timeout_s=600.0).steps == 5
-    found = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == whole.keys() and all(torch.equal(one, whole[name]) for name, one in found.items())
-
-
 @pytest.mark.parametrize("where", ["reward", "eval"])
 def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     write_config: Any, server: JudgeServer, where: str
@@ -157,14 +121,7 @@ def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
         assert not errors(text), text
     assert not errors("{{ row.thinking_forced }}", "rloo.thinking_budget=4")
     asked = len(server.requests)
-    for text in (
-        "{{ row.contxt }}",
-        "{{ anwser }}",
-        "{{ row['x'] }}",
-        "{{ row.answer.nothing }}",
-        "{% if %}",
-        "{{ 1 / 0 }}",
-    ):
+    for text in ("{{ row.contxt }}", "{{ anwser }}", "{{ row.answer.nothing }}", "{% if %}", "{{ 1 / 0 }}"):
         (found,) = errors(text)
         assert "params" in found and "t.jinja" in found, text
     assert len(server.requests) == asked

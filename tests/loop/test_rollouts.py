@@ -1,25 +1,21 @@
-"""Rollouts in the trainer and in runs: what a sampler's gap weighs, who counts in a baseline, budgets, fresh prompts,
-streams (`datasets.IterableDataset`: no length, and no row has a number), a prompt that opens the thinking."""
+"""Rollouts in the trainer and in runs: what a sampler's gap weighs, budgets, a prompt that opens the thinking."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rewards
 import rloo_kit as kit
-from rloo_kit.errors import DataError
-from rloo_kit.loop.collaborators import PromptReservoir
 from rloo_kit.preflight.trial_steps import make_trainer as make_steps
 from rloo_kit.results.samples import split_completion
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.engine import Engine
 from rloo_kit.runs.rollouts import read_rollouts
+from rloo_kit.system import environment
 from rloo_kit.think_tags import opens_thinking
-from tests.loop.conftest import EOS, by_ids, stream
+from tests.loop.conftest import EOS, by_ids
 from tests.rollout.models import shake, teacher_forced
 
 THINK_END = 260
@@ -50,24 +46,6 @@ def first_id(completion_ids, **_):
     return [float(ids[0]) for ids in completion_ids]
 
 
-def test_the_close_of_a_thought_carries_nothing(make_batches):
-    """Closing a thought must not be learnt as the model's own doing."""
-    trainer, batches = make_batches(first_id, thinking_budget=5, answer_budget=3), []
-    plain = trainer.rloo.settle
-    trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
-    trainer.train()
-    forced = [index for index, row in enumerate(trainer.rows) if row["forced"]]
-    assert len(forced) >= 4, "random weights seldom close by themselves"
-    for index, row in enumerate(trainer.rows):
-        kept = batches[0].mask[index].int().tolist()
-        if index in forced:
-            assert row["completion_ids"][5] == THINK_END and len(kept) <= 5 + 1 + 3
-            assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
-            assert math.isnan(batches[0].sampler_logps[index][5])
-        else:
-            assert all(kept)
-
-
 def test_sampler_and_trainer_agree_where_they_are_one_program(make_batches):
     """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of. A step without
     any signal has one too: the log had a hole there, just where one looks for the reason."""
@@ -86,9 +64,7 @@ def corrected_gradient(make_batches):
     def run(form, shift, **options):
         shifts = shift if isinstance(shift, list) else [shift] * 8
         torch.manual_seed(0)
-        trainer = make_batches(
-            first_id, sampler_correction=form, sampler_correction_cap=2.0, max_grad_norm=0.0, **options
-        )
+        trainer = make_batches(first_id, sampler_correction=form, max_grad_norm=0.0, **options)
         sample, close, kept = trainer.rloo.sampler.engine.sample, trainer._close_step, []
 
         def shifted(*arguments, **named):
@@ -134,17 +110,6 @@ def test_a_masked_correction_drops_a_completion_alone(form, corrected_gradient):
     assert logs["sampling/importance_weight_mean"] == pytest.approx(kept, abs=1e-4)
 
 
-def test_a_masked_completion_leaves_the_baseline_by_choice(make_batches):
-    """TRL masks a truncated completion's gradient and goes on comparing its siblings with it."""
-    completions = [[70, EOS], [71, EOS], [72, EOS], [90, 91, 92]] * 2
-    for counts, siblings in ((True, [71, 72, 90]), (False, [71, 72])):
-        trainer = make_batches(first_id, mask_truncated_completions=True, baseline_includes_masked=counts)
-        trainer._generate_single_turn = lambda prompt_ids, *_: [list(ids) for ids in completions]
-        trainer.train()
-        assert trainer.rows[0]["advantage"] == pytest.approx(70 - sum(siblings) / len(siblings))
-        assert (trainer.rows[3]["advantage"] == 0.0) is not counts
-
-
 def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
     """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
     has an answer that is scored, and the close earns nothing."""
@@ -177,64 +142,6 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
     assert "closed by the budget" in capsys.readouterr().out, "in the table of samples"
 
 
-def tied_for_even_prompts(prompts, completion_ids, **columns):
-    """Equal for every completion of an even prompt; different for nearly every one of an odd prompt."""
-    even = [int(answer) % 2 == 0 for answer in columns["answer"]]
-    return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
-
-
-def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start_long):
-    """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
-    result = start_long("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
-    rows = list(read_rollouts(result.folder))
-    assert len(rows) == 3 * 8
-    replaced = [metrics["rollout/resampled_groups"] for metrics in result.metrics]
-    assert sum(replaced) > 0, "half of the prompts are tied, so some of the six groups are"
-    for start_row in range(0, len(rows), 4):
-        group = rows[start_row : start_row + 4]
-        assert len({row["prompt"] for row in group}) == 1
-        assert int(group[0]["columns"]["answer"]) % 2 == 1, "an even prompt is left"
-        for row in group:
-            assert row["reward"] == pytest.approx(sum(row["completion_ids"]) % 97 / 97), "another row's reward"
-            assert f"add {row['columns']['answer']}<" in row["prompt"]
-        assert len({row["reward"] for row in group}) > 1
-    for metrics in result.metrics:
-        assert metrics["frac_score_zero_std"] == 0.0
-        assert metrics["sampling/logp_difference_max"] < 1e-4, "another row's log-probabilities"
-
-
-def test_rounds_are_a_limit(start_long):
-    """Where every prompt is tied, drawing until the batch is full never ends."""
-    calls = []
-
-    def always(completion_ids, **_):
-        calls.append(len(completion_ids))
-        return [1.0] * len(completion_ids)
-
-    result = start_long("rollout.resample_rounds=2", "rloo.max_steps=1", rewards=[always])
-    assert calls == [8, 8, 8] and len(list(read_rollouts(result.folder))) == 8
-    assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
-    """The reservoir's place and the rewards' moments are part of the state: without them a resumed run trains on other
-    prompts, and with another scale of every advantage, than the uncut one."""
-    options = ("rollout.resample_rounds=2", "rloo.normalize_rewards=running")
-
-    def go(steps, *words, **flags):
-        return start_long(f"rloo.max_steps={steps}", *options, *words, rewards=[tied_for_even_prompts], **flags)
-
-    whole = go(3, "run.name=whole")
-    go(1)
-    resumed = go(3, resume=True)
-    assert [row["episode"] for row in resumed.metrics] == [8.0, 16.0, 24.0], "of the whole run"
-    ids = [[row["completion_ids"] for row in read_rollouts(one.folder)] for one in (resumed, whole)]
-    assert ids[0] == ids[1]
-    expected, found = (load_file(one.adapter_folder / "adapter_model.safetensors") for one in (whole, resumed))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_accepted_filters_are_corrected_and_logged(engine, make_trainer, capsys):
     """The sampler's log-probabilities are those of what the filter left, the trainer's those of the whole: the weight
@@ -253,88 +160,6 @@ def test_accepted_filters_are_corrected_and_logged(engine, make_trainer, capsys)
     assert 0 < steps["auto"]["sampling/importance_weight_mean"] < 0.3
     assert "sampling/importance_weight_mean" not in steps["none"]
     assert 0 < steps["auto"]["grad_norm"] < 0.3 * steps["none"]["grad_norm"]
-
-
-# -------------------------------------------------------------------------------------------------------- fresh prompts
-
-
-def some_rows(count):
-    return [{"prompt": f"p{number}", "answer": number} for number in range(count)]
-
-
-def names(drawn):
-    return [row["prompt"] for row in drawn]
-
-
-def test_every_prompt_comes_once_a_pass():
-    """Drawing with replacement would leave a third of the prompts out of a pass."""
-    reservoir = PromptReservoir(some_rows(10), seed=3)
-    first = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
-    second = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
-    assert sorted(first) == sorted(second) == [f"p{n}" for n in range(10)]
-    assert first != second, "each pass is reshuffled"
-    assert names(PromptReservoir(some_rows(10), seed=3).draw(10, [])) == first
-    assert names(PromptReservoir(some_rows(10), seed=4).draw(10, [])) != first
-
-
-def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
-    """With 4 prompts and 3 of them in the batch one is left: a loop until there are enough would never end."""
-    reservoir = PromptReservoir(some_rows(4), seed=0)
-    assert names(reservoir.draw(3, names(some_rows(3)))) == ["p3"]
-    assert reservoir.draw(3, names(some_rows(4))) == []
-    repeated = PromptReservoir([{"prompt": "same"}] * 5, seed=0)
-    assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
-
-
-def test_a_reservoir_of_other_data_is_refused():
-    """Another number of rows has another order, so a resumed run would train on other prompts."""
-    with pytest.raises(DataError, match=r"7 training prompts, and there are 6 now.*data\.\*"):
-        PromptReservoir(some_rows(6), seed=1).load_state_dict(PromptReservoir(some_rows(7), seed=1).state_dict())
-
-
-# -------------------------------------------------------------------------------------------------------------- streams
-
-
-@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])
-def test_a_stream_that_ends_starts_over(shuffled, trl_train):
-    """Every prompt once a pass; each pass in another order, unless shuffling is off."""
-    run = trl_train(arguments={"train_dataset": stream(5)}, max_steps=10, shuffle_dataset=shuffled)
-    prompts = [row["prompt"] for row in run.rows][::4]
-    assert [row["prompt"] for row in run.rows] == [prompt for prompt in prompts for _ in range(4)], "whole groups"
-    first, second, everything = prompts[:5], prompts[5:], [f"{n}+2=" for n in range(5)]
-    assert sorted(first) == sorted(second) == everything
-    assert (first != second) if shuffled else first == second == everything
-
-
-CASES = {
-    "in the first pass": (20, 4, 2, {}),
-    "between two passes": (5, 7, 5, {}),
-    "short steps": (5, 8, 5, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}),
-    "reused rollouts, in a later pass": (3, 10, 8, {"num_iterations": 2}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_goes_on_in_the_stream(case, trl_train, tmp_path):
-    """transformers takes a stream for one pass: resumed behind its end a run skipped the rest of the first pass, and
-    started over with the second one."""
-    number, steps, cut, more = CASES[case]
-    options = {"output_dir": str(tmp_path / "cut"), "max_steps": steps, "save_strategy": "steps", "save_steps": cut}
-    data = {"train_dataset": stream(number)}
-    whole = trl_train(arguments=data, **options, **more)
-
-    def resume(trainer):
-        plain = trainer.train
-        trainer.train = lambda: plain(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{cut}"))
-
-    resumed = trl_train(arguments=data, before=resume, **options, **more)
-    assert resumed.trainer.state.global_step == steps
-    assert 0 < len(resumed.rows) < len(whole.rows)
-    rest = whole.rows[-len(resumed.rows) :]
-    for name in ("prompt", "completion_ids", "step"):
-        assert [row[name] for row in resumed.rows] == [row[name] for row in rest], name
-    assert resumed.steps[-1]["grad_norm"] == whole.steps[-1]["grad_norm"]
 
 
 # ------------------------------------------------------------------------------------- a prompt that opens the thinking
@@ -366,13 +191,13 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
     return build
 
 
-@pytest.mark.parametrize("override", ["rloo.bf16=true", "rloo.bf16=false"])
-@pytest.mark.parametrize("engine", ["native", "generate"])
-@pytest.mark.parametrize("lora", ["model.lora.r=4", "model.lora=null"])
-def test_evaluations_sample_in_the_precision_of_training(lora, engine, override, load, monkeypatch):
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize(("lora", "engine"), [("model.lora.r=4", "generate"), ("model.lora=null", "native")])
+def test_evaluations_sample_in_the_precision_of_training(lora, engine, precision, load, monkeypatch):
     """Through transformers on a GPU, rollouts ran LoRA in bfloat16, evaluations in float32: what was measured was not
     quite the policy that was trained. The float32 of a full finetune likewise."""
-    run, policy, data = load(lora, override, f"rollout.engine={engine}")
+    monkeypatch.setattr(environment, "mixed_precision", lambda dtype: precision)
+    run, policy, data = load(lora, f"rollout.engine={engine}")
     shake(policy.model)
     prompts, found = data.train["prompt"][:4], []
     plain = Engine.sample
@@ -391,7 +216,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, override,
     tokens = zip(policy.tokenizer(prompts)["input_ids"], training.completion_ids, strict=True)
     exact = torch.tensor(sum((teacher_forced(policy.model, *one) for one in tokens), []))
     gap = (torch.tensor(sum(training.sampler_logps, [])) - exact).abs().max()
-    assert (gap > 1e-4) == (override == "rloo.bf16=true")
+    assert (gap > 1e-4) == (precision == "bf16")
 
 
 def test_a_thought_that_never_ends_is_no_answer_anywhere(load):

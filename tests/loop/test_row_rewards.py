@@ -10,7 +10,7 @@ import torch
 
 import rloo_kit as kit
 from rloo_kit.checks.faults import find_faults
-from rloo_kit.data.answers import gold_answers, names_in, task_of
+from rloo_kit.data.answers import gold_answers, task_of
 from rloo_kit.data.sources import DataSource
 from rloo_kit.rewarding.guard import guard
 
@@ -44,12 +44,6 @@ def test_a_reward_sees_only_the_rows_that_name_it() -> None:
     found = guard(by_kind).score(**batch)
     assert found.values == [None, None, 1.0, 2.0] and found.failed == [False, True, False, False]
     assert guard(by_kind).score(**batch | {"rewards": ["other"] * 4}).values == [None] * 4
-
-
-def test_names_are_a_list_or_text() -> None:
-    """Guards against a CSV file, which has no lists; a column of numbers that has this name is not meant."""
-    assert names_in("a, b") == names_in(["a", "b"]) == ["a", "b"]
-    assert names_in("") == [] and names_in(None) is None and names_in(0.5) is None and names_in([0.1, 0.9]) is None
 
 
 def test_other_data_are_neither_walked_nor_measured_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,15 +74,36 @@ def trained(model):
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
 
 
-def plain_loss(model, examples):
-    """Mean cross-entropy of the completion tokens, one sequence at a time, by the model's own logits."""
-    losses = []
-    for example in examples:
+def assert_plain(trainer, model, read_examples):
+    """A step of the trainer has the loss and the gradients of the mean cross-entropy of the examples' own tokens, one
+    sequence at a time, by the model's own logits. `read_examples`: those of the step, called after it."""
+    gradients = {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **_):
+            gradients.update({name: value.grad.clone() for name, value in trained(model).items()})
+
+    trainer.add_callback(Watch())
+    before = {name: value.detach().clone() for name, value in trained(model).items()}
+    trainer.train()
+    for name, value in trained(model).items():
+        value.data.copy_(before[name])
+        value.grad = None
+    model.eval()
+    losses, count = [], 0
+    for example in read_examples():
         ids = torch.tensor([example.prompt_ids + example.completion_ids])
-        start = len(example.prompt_ids)
-        logits = model(input_ids=ids).logits[0, start - 1 : -1]
-        losses.append(functional.cross_entropy(logits, ids[0, start:], reduction="none"))
-    return torch.cat(losses).mean()
+        logits = model(input_ids=ids).logits[0, len(example.prompt_ids) - 1 : -1]
+        labels = torch.tensor(example.labels)
+        losses.append(functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        count += int((labels != -100).sum())
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    logged = next(row for row in trainer.state.log_history if "loss" in row)
+    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5) and "entropy" in logged
+    assert trainer.tokens == count, "tok/s counted the prompts too"
+    for name, value in trained(model).items():
+        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -98,46 +119,27 @@ def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_
     if run.model.lora:  # off the identity, so that both matrices of a pair have gradients
         for name, value in trained(policy.model).items():
             value.data.add_(0.1 if "lora_B" in name else 0.0)
-    trainer = build_trainer(run, policy, worked, tmp_path / "none")
-    seen, gradients = [], {}
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **_):
-            gradients.update({name: value.grad.clone() for name, value in trained(policy.model).items()})
-
+    trainer, seen = build_trainer(run, policy, worked, tmp_path / "none"), []
     compute = trainer.compute_loss
     monkeypatch.setattr(
         trainer, "compute_loss", lambda model, inputs, **more: seen.append(inputs) or compute(model, inputs, **more)
     )
-    trainer.add_callback(Watch())
-    before = {name: value.detach().clone() for name, value in trained(policy.model).items()}
-    trainer.train()
-    assert len(seen) == 2 and trainer.model_accepts_loss_kwargs
-    rows = [
-        ids[: int(mask.sum())].tolist()
-        for one in seen
-        for ids, mask in zip(one["input_ids"], one["attention_mask"], strict=True)
-    ]
-    known = {tuple(one.prompt_ids + one.completion_ids): one for one in worked.examples}
-    batch = [known[tuple(row)] for row in rows]
-    assert len(batch) == 8 and len({len(one.completion_ids) for one in batch}) > 2
-    assert trainer.tokens == sum(len(one.completion_ids) for one in batch), "tok/s counted the prompts too"
-    for name, value in trained(policy.model).items():
-        value.data.copy_(before[name])
-        value.grad = None
-    policy.model.eval()
-    loss = plain_loss(policy.model, batch)
-    loss.backward()
-    logged = next(row for row in trainer.state.log_history if "loss" in row)
-    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5) and "entropy" in logged
-    for name, value in trained(policy.model).items():
-        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
+
+    def read_examples():
+        assert len(seen) == 2 and trainer.model_accepts_loss_kwargs
+        known = {tuple(example.prompt_ids + example.completion_ids): example for example in worked.examples}
+        pairs = [pair for step in seen for pair in zip(step["input_ids"], step["attention_mask"], strict=True)]
+        batch = [known[tuple(ids[: int(mask.sum())].tolist())] for ids, mask in pairs]
+        assert len(batch) == 8 and len({len(example.completion_ids) for example in batch}) > 2
+        return batch
+
+    assert_plain(trainer, policy.model, read_examples)
 
 
 def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
     """A model that imitates its tools' results learns to make them up. The loss is that of the model's own tokens, in
     their whole context."""
-    run, policy, data = load("model.lora=null", "rloo.max_grad_norm=0", "sft.max_steps=1")
+    run, policy, _ = load("model.lora=null", "rloo.max_grad_norm=0", "sft.max_steps=1")
     draw = torch.Generator().manual_seed(0)
 
     def ids(length):
@@ -146,31 +148,8 @@ def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
     spans = [[(3, 6)], [], [(1, 4), (6, 7)], [(5, 9)]]
     worked = Demonstrations([Example(ids(4 + n), ids(10 + n), spans[n]) for n in range(4)] * 2, 8)
     trainer = build_trainer(run, policy, worked, tmp_path / "none")
-    gradients = {}
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **_):
-            gradients.update({name: value.grad.clone() for name, value in trained(policy.model).items()})
-
-    trainer.add_callback(Watch())
-    before = {name: value.detach().clone() for name, value in trained(policy.model).items()}
-    trainer.train()
-    kept = [label for one in worked.examples for label in one.labels if label != -100]
-    assert trainer.tokens == len(kept) == 2 * (10 + 11 + 12 + 13 - 3 - 4 - 4)
-    for name, value in trained(policy.model).items():
-        value.data.copy_(before[name])
-        value.grad = None
-    losses = []
-    for one in worked.examples:
-        row = torch.tensor([one.prompt_ids + one.completion_ids])
-        logits = policy.model(input_ids=row).logits[0, len(one.prompt_ids) - 1 : -1]
-        losses.append(functional.cross_entropy(logits, torch.tensor(one.labels), ignore_index=-100, reduction="sum"))
-    loss = torch.stack(losses).sum() / len(kept)
-    loss.backward()
-    logged = next(row for row in trainer.state.log_history if "loss" in row)
-    assert logged["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    for name, value in trained(policy.model).items():
-        torch.testing.assert_close(gradients[name], value.grad, rtol=1e-4, atol=1e-7)
+    assert_plain(trainer, policy.model, lambda: worked.examples)
+    assert trainer.tokens == 2 * (10 + 11 + 12 + 13 - 3 - 4 - 4)
 
 
 def test_tags_that_an_adapter_cannot_learn_are_named(load, capsys):

@@ -7,10 +7,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from rloo_kit.completion import split_turns
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.loop.trainer import RLOOTrainer
-from tests.episodes import END, TEMPLATE, THINK_END, Scripted, add, call, with_tools
+from tests.episodes import TEMPLATE, THINK_END, Scripted, add, call, with_tools
 from tests.loop.conftest import with_adapter
 
 SCRIPT = [
@@ -99,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
     "KL, balanced": {"beta": 0.5, "kl_form": "length_normalized", "reference": "base", "memory": "balanced"},
     "one sequence at a time": {"memory": "low"},
     "small passes": {"tokens_per_pass": 150},
-    "budgets": {"thinking_budget": 4, "thinking_budget_total": 6},
+    "budgets": {"thinking_budget": 4},
     "correction": {"sampler_correction": "token"},
 }
 
@@ -146,74 +145,17 @@ def test_ids_are_the_sampled_ones_and_only_the_result_is_rendered(make_tiny_mode
     assert prompt == "2+3=", "a rendered prompt stays as it is"
 
 
-def test_masks_are_those_of_grpo(make_tiny_model, tiny_tokenizer, tmp_path):
-    """The `tool_mask` of TRL's GRPOTrainer on the same completions, whose code users bring along."""
-    import trl
-    from trl.chat_template_utils import qwen3_template
-
-    tokenizer = with_tools(tiny_tokenizer)
-    tokenizer.response_template = qwen3_template
-    messages = [[{"role": "user", "content": text}] for text in ("2+3=", "20+3+1=")]
-    data = Dataset.from_dict({"prompt": messages})
-    script = SCRIPT[:3] + [["x" + call("no_such_tool"), "</think>\n\n3"]]
-    turns = [[[*tokenizer(turn)["input_ids"], END] for turn in one] for one in script]
-    config = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_generations=4,
-        per_device_train_batch_size=8, max_completion_length=300, disable_tqdm=True,
-    )  # fmt: skip
-    stock = trl.GRPOTrainer(
-        model=make_tiny_model(), reward_funcs=lambda **_: [0.0] * 8, args=config, train_dataset=data,
-        processing_class=tokenizer, tools=[add],
-    )  # fmt: skip
-    asked: dict[int, int] = {}
-
-    def sample(prompts: list[list[int]], *_: Any, **__: Any) -> Any:
-        rows = range(8) if not asked else [row for row in range(8) if asked[row] < len(turns[row % 4])]
-        for row in rows:
-            asked[row] = asked.get(row, 0) + 1
-        assert len(prompts) == len(rows)
-        return [list(turns[row % 4][asked[row] - 1]) for row in rows], None
-
-    stock._generate_single_turn = sample
-    stock._sync_tool_dicts, stock._async_tool_dicts = [{"add": add}] * 8, [{}] * 8
-    prompts = [prompt for prompt in messages for _ in range(4)]
-    prompt_ids, completion_ids, masks, texts, *_ = stock._generate(prompts)
-
-    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, script)
-    trainer.train_dataset = data
-    batch, _, _ = first_step(trainer)
-    found = batch.judged.completions
-    assert [done.prompt_ids for done in found] == prompt_ids, "the tools are in the prompt"
-    other = [row for row in range(8) if row % 4 == 3]  # the error of an unknown tool has other words
-    own = [[int(value) for value in mask] for mask in batch.mask]
-    for row in range(8):
-        if row not in other:
-            assert (found[row].ids, own[row]) == (completion_ids[row], masks[row])
-            assert [one["content"] for one in found[row].text] == [one["content"] for one in texts[row]]
-        else:
-            turns_of = [split_turns(ids, spans_of(mask)) for ids, mask in
-                        ((found[row].ids, own[row]), (completion_ids[row], masks[row]))]  # fmt: skip
-            assert turns_of[0] == turns_of[1]
-
-
-def spans_of(mask: list[int]) -> list[tuple[int, int]]:
-    """The runs of 0 in a mask."""
-    edges = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def test_budgets_hold_in_each_turn_and_in_all(make_tiny_model, tiny_tokenizer, tmp_path):
-    """A model that calls often could think without end, a budget's worth for each call."""
+def test_a_budget_holds_in_each_turn(make_tiny_model, tiny_tokenizer, tmp_path):
+    """Counted from the completion's start, the second turn could not think at all."""
     long = [["abcdefgh" + call("add", a=1, b=1), "ijklmnop</think>\n\n2"]] * 4
-    options = {"thinking_budget": 6, "thinking_budget_total": 9}
-    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, long, **options)
+    trainer = make(make_tiny_model(), tiny_tokenizer, tmp_path, long, thinking_budget=6)
     batch, _, _ = first_step(trainer)
     found = batch.judged.completions
     first, second = found[0].turns
-    assert (first.index(THINK_END), second.index(THINK_END)) == (6, 3)
+    assert (first.index(THINK_END), second.index(THINK_END)) == (6, 6)
     assert [ids for start, end in found[0].forced for ids in found[0].ids[start:end]] == [THINK_END] * 2
     row = trainer.rloo.recorder._describe(batch)[0].tolist()
-    assert row[4] == 9.0, "thinking_tokens: of both turns, without the tool's result"
+    assert row[4] == 12.0, "thinking_tokens: of both turns, without the tool's result"
 
 
 def test_a_template_without_tools_is_refused_by_name(make_tiny_model, tiny_tokenizer, tmp_path):

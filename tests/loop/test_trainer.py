@@ -195,7 +195,7 @@ def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tm
     """A policy that has blown up trained on nothing for the rest of the night."""
     trainer = make_trainer(beta=0.5, max_steps=9)
     spoil_reference(trainer, torch.nan, rows=slice(None), calls=9)
-    with pytest.raises(NonFiniteError, match=r"(?s)3 steps in a row.*learning_rate.*delta"):
+    with pytest.raises(NonFiniteError, match=r"(?s)3 steps in a row.*learning_rate"):
         trainer.train()
     assert trainer.state.global_step == 2
     assert (tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors").exists()

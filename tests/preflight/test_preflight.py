@@ -21,6 +21,7 @@ from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
 from rloo_kit.preflight.trial_steps import find_step_faults, load_of, rows_of_a_pass, take_steps
 from rloo_kit.rollout.native import NativeEngine
+from rloo_kit.system import environment
 from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -333,11 +334,8 @@ def counted(completions, **_columns):
 """
 
 
-HALF = pytest.param(["rloo.bf16=true"], marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("words", [["rloo.beta=0.05"], HALF], ids=str)
-def test_training_afterwards_is_training_without(prepare, tmp_path, words):
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_training_afterwards_is_training_without(prepare, tmp_path, precision, monkeypatch):
     """With a preflight in front, `train` gives bit for bit the weights that it gives without one: for a new adapter, a
     continued one and the base, and with a reward in a worker that counts its calls."""
     (tmp_path / "my_rewards.py").write_text(COUNTER)
@@ -348,6 +346,8 @@ def test_training_afterwards_is_training_without(prepare, tmp_path, words):
     first = prepare(file, *usual, "run.name=start")
     kit.train(*first)
     usual.append(f"model.adapter={first[0].folder / 'adapter'}")
+    monkeypatch.setattr(environment, "mixed_precision", lambda dtype: precision)
+    words = ["rloo.beta=0.05"] if precision == "no" else []
     made = []
     for name, checked in (("without", False), ("with", True)):
         run, policy, data, rewards = prepare(file, *usual, *words, f"run.name={name}")

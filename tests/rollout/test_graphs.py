@@ -306,7 +306,7 @@ def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
         assert first.outside() == second.outside()
         before = steps._drawn.clone()
         with FakeTensorMode(allow_non_fake_inputs=True):
-            drawn = steps.compute(steps._inputs, steps._uniform, steps._history, 256)
+            drawn = steps.compute(steps._inputs, steps._uniform, 256)
         assert drawn.shape == (2, 4) and torch.equal(steps._drawn, before)
     assert type(decoder).__name__ == "DirectDecoder"
 

@@ -191,7 +191,7 @@ class StandIn:
         with torch.no_grad():
             while len(ids) < room and not (ids and ids[-1] in stops):
                 logits = self.models[body["model"]](input_ids=torch.tensor([prompt + ids])).logits[0, -1]
-                spread = kept_logps(logits, prompt + ids, filters, heat or 1.0)
+                spread = kept_logps(logits, filters, heat or 1.0)
                 said = spread if self.logprobs_mode == "processed" else logits.log_softmax(-1)
                 token = int(torch.multinomial(spread.exp(), 1, generator=generator)) if heat else int(logits.argmax())
                 best = said.topk(max(body["logprobs"], 1)).indices.tolist()

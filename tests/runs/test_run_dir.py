@@ -99,8 +99,7 @@ def test_a_new_folder_records_what_the_run_is(run):
 @pytest.mark.parametrize("left", ["", "checkpoints", "metrics", "rollouts"])
 def test_what_a_run_has_trained_is_never_taken_without_a_flag(run, left):
     """A mistyped model name had to be fixed twice: in the command, and with --overwrite. Whether a run had started was
-    then read from `status.step`, which is written at logged steps only: with rloo.logging_steps=10, a failure at step 6
-    and the same command again deleted checkpoints 1 to 5."""
+    then read from `status.step` alone, and the same command again deleted its checkpoints."""
     with RunDir.create(run) as run_dir:
         run_dir.set_status("failed", step=0)
         if left in ("metrics", "rollouts"):

@@ -70,11 +70,3 @@ def test_a_mig_slice_has_its_own_memory_and_its_gpus_capability(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-slice")
     found = gpu.find_gpus().gpu
     assert found is not None and (found.name, found.memory_gib, found.capability) == ("A10", 5.0, (8, 6))
-
-
-def test_energy_is_read_where_the_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs before Volta do not count it, and a report without energy is better than a run that ends there."""
-    assert gpu.read_energy() is None
-    for a10, joules in ((A10, None), (A10 | {"millijoules": 7_200_000}, 7200.0)):
-        monkeypatch.setenv("FAKE_GPUS", json.dumps([a10]))
-        assert gpu.read_energy() == joules
