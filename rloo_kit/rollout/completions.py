@@ -1,8 +1,10 @@
 """From prompts to completions: `complete`, the one way for training, evaluation, preflight and `ask`, and
 `generate_completions`, which calls it with the policy's own engine."""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ import torch
 from rloo_kit.completion import Completion, split_turns
 from rloo_kit.config.schema import RolloutSection
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.adapters import ADAPTER_ALONE, find_handover_problem, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
-from rloo_kit.rollout.engine import Progress
+from rloo_kit.rollout.engine import Engine, Progress
 from rloo_kit.rollout.episodes import Episodes, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 
 # Samples a completion of each prompt's ids. Also TRL's hook, of which a subclass may return the ids alone.
@@ -121,24 +125,17 @@ def generate_completions(
         raise ConfigError(f"temperature is {temperature}; it has to be 0 (greedy) or more")
     if not prompts:
         return []
-    chosen, end_ids, pad_id = _choose_engine(policy, engine), find_end_ids(policy), policy.tokenizer.pad_token_id
+    rollout, end_ids = _choose_rollout(policy, engine), find_end_ids(policy)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
 
     def sample(prompt_ids: list[list[int]], episodes: Episodes | None) -> Rollout:
         _check_lengths(policy, prompt_ids, limits.max_completion_length)
-        sampler = build_engine(
-            policy.model,
-            chosen,
-            backend=policy.backend,
-            temperature=temperature,
-            end_ids=end_ids,
-            pad_id=end_ids[0] if pad_id is None else pad_id,
-            rows=batch_size,
-        )
-        precision = policy.autocast() if sampler.name not in FOREIGN else nullcontext()
-        with precision, torch.random.fork_rng(devices=devices):
+        with (
+            _open_engine(policy, rollout, temperature, end_ids, batch_size) as opened,
+            torch.random.fork_rng(devices=devices),
+        ):
             torch.manual_seed(seed)
-            return sampler.sample(prompt_ids, limits, on_progress=on_batch, dialogue=episodes)
+            return opened.sample(prompt_ids, limits, on_progress=on_batch, dialogue=episodes)
 
     rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
     return complete(
@@ -151,11 +148,61 @@ def generate_completions(
     )
 
 
-def _choose_engine(policy: Policy, engine: str | RolloutSection | None) -> str:
-    """A server samples for training only: it gets the adapter from all processes of a run together."""
+def _choose_rollout(policy: Policy, engine: str | RolloutSection | None) -> RolloutSection:
+    if isinstance(engine, str):
+        settings = {"engine": engine, "server_url": getattr(policy.rollout, "server_url", None)}
+        return RolloutSection.model_validate(settings)
     rollout = engine or policy.rollout or RolloutSection()
-    name = RolloutSection.model_validate({"engine": rollout}).engine if isinstance(rollout, str) else rollout.engine
-    return "auto" if name == "server" else name
+    # A server needs the adapter from all processes together; each calls as often as it has prompts, and samples itself.
+    return RolloutSection() if rollout.engine == "server" and is_distributed() else rollout
+
+
+@contextmanager
+def _open_engine(
+    policy: Policy, rollout: RolloutSection, temperature: float, end_ids: list[int], rows: int
+) -> Iterator[Engine]:
+    """The engine for one call; a server unloads the adapter afterwards."""
+    pad_id = policy.tokenizer.pad_token_id
+    with _server_settings(policy, rollout) if rollout.engine == "server" else nullcontext() as server:
+        engine = build_engine(
+            policy.model,
+            rollout.engine,
+            backend=policy.backend,
+            temperature=temperature,
+            end_ids=end_ids,
+            pad_id=end_ids[0] if pad_id is None else pad_id,
+            rows=rows,
+            server=server,
+        )
+        try:
+            with policy.autocast() if engine.name not in FOREIGN else nullcontext():
+                yield engine
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
+    """Where the engine "server" samples, with a folder for this call's adapter."""
+    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
+
+    if problem := find_handover_problem(policy.model):
+        raise ConfigError(problem)
+
+    def hand_over(target: Path) -> None:
+        weights = {}
+        if is_switched_off(policy.model):  # a request to a server always names an adapter: this one changes nothing
+            lora = [(name, value) for name, value in policy.model.named_parameters() if "lora_" in name]
+            weights = {"state_dict": {name: torch.zeros_like(value) for name, value in lora}}
+        policy.model.save_pretrained(str(target), **ADAPTER_ALONE, **weights)
+        follow_umask(target)
+
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    shared = rollout.server_adapters
+    with nullcontext(shared) if shared is not None else tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
+        if shared is None:
+            Path(folder).chmod(0o755)  # the server may run as another user
+        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, vocabulary)
 
 
 def find_end_ids(policy: Policy) -> list[int]:

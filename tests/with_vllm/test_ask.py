@@ -1,12 +1,15 @@
-"""Questions that vLLM answers in this process; the base without its adapter."""
+"""Questions that vLLM answers: in this process and on a server; the base without its adapter."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.with_vllm.conftest import VllmServer
+
 ROOT = Path(__file__).resolve().parents[2]
 THINKING = ROOT / "configs" / "arithmetic_thinking.yaml"
+QUESTION = "47+385="
 # The model of the demo mostly answers at once; this one always thinks.
 THINKS = ("model.name=embedded/thinking@subtraction", "data.source=embedded/subtraction")
 DIFFERENCE = "385-47="
@@ -42,3 +45,16 @@ def test_vllm_asks_the_base_without_the_adapter(in_process: tuple[Any, Any]) -> 
         assert (given.base.thinking, given.base.answer) == (own.base.thinking, own.base.answer)
         differ.append((given.thinking, given.answer) != (given.base.thinking, given.base.answer))
     assert any(differ)
+
+
+def test_a_server_answers_for_the_policy_and_its_base(server: VllmServer) -> None:
+    """A server is always asked for an adapter; the base's is one that changes nothing."""
+    import rloo_kit as kit
+
+    run, policy = make_policy("rollout.engine=server", f"rollout.server_url={server.url}")
+    given = kit.ask(run, policy, QUESTION, base=True, temperature=0)
+    native = run.model_copy(update={"rollout": type(run.rollout)(engine="native")})
+    own = kit.ask(native, policy, QUESTION, base=True, temperature=0)
+    assert given.base is not None and own.base is not None
+    assert (given.thinking, given.answer) == (own.thinking, own.answer)
+    assert (given.base.thinking, given.base.answer) == (own.base.thinking, own.base.answer)
