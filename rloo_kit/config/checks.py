@@ -58,6 +58,12 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
         *_find_thinking_problems(values),
         *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
+    rounds = values.get("resample_rounds")
+    if rounds and values.get("baseline") == "none":
+        problems.append(
+            f"rollout.resample_rounds is {rounds}, which replaces groups with equal scores, but rloo.baseline is none, "
+            "which trains on them too; set rollout.resample_rounds=0, or rloo.baseline=group_mean"
+        )
     return problems
 
 

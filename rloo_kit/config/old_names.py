@@ -165,9 +165,6 @@ GONE_KEYS: dict[str, Gone] = {
     "rloo.shuffle_dataset": Gone(True, _IN_PYTHON),
     "rloo.bf16": Gone(None, _DTYPE),
     "rloo.fp16": Gone(None, _DTYPE),
-    "rollout.resample_rounds": Gone(
-        0, "rollout.difficulty_samples skips prompts whose completions would all earn the same, once, before training"
-    ),
     "rloo.logging_steps": Gone(1, "every step has its row of metrics.jsonl, which the health rules read"),
 }
 

@@ -427,6 +427,10 @@ class RolloutSection(Section):
         argument="rollout_server_adapters", resume="free",
     )  # fmt: skip
     vllm: VllmSection = Field(default_factory=VllmSection, description="vLLM in the trainer's process")
+    resample_rounds: int = key(
+        0, "rounds in which groups without signal get fresh prompts", ge=0,
+        argument="resample_rounds",
+    )  # fmt: skip
     difficulty_samples: int = key(0, "completions per prompt to measure its pass rate before training; 0: none", ge=0)
     min_pass_rate: Share = key(0.0, "skip prompts with a pass rate of at most this")
     max_pass_rate: Share = key(1.0, "skip prompts with a pass rate of at least this")

@@ -14,7 +14,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
 from rloo_kit.gradient.scorer import PolicyScorer, Scorer
-from rloo_kit.loop.collaborators import FailureCount, Rewarder, Sampler
+from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.options import name_settings
 from rloo_kit.loop.step import RLOOStep, StepSettings
@@ -75,6 +75,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | Non
         Recorder(trainer, parallel, tags, settings.advantage, has_budget),
         parallel,
         FailureCount(),
+        PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
 
 

@@ -1,10 +1,11 @@
-"""What the step works with: the sampler, the rewarder, and a count of failures.
+"""What the step works with: the sampler, the rewarder, the reservoir of fresh prompts, and a count of failures.
 
 Shapes: B completions of this process, A of all processes (prompts x K, group by group), F reward functions.
 """
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +14,7 @@ from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion, list_episodes
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
-from rloo_kit.gradient.advantages import combine_rewards, standardize
+from rloo_kit.gradient.advantages import combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
 from rloo_kit.models.parallel import Parallel
 from rloo_kit.rewarding.guard import GuardedReward, reward_name
@@ -255,3 +256,99 @@ def watch_failures(
             f"generation batches in a row, so training stopped. The state is saved in {args.output_dir}; fix the "
             f"{thing} and resume. A failure: {failures.reason}"
         )
+
+
+# ------------------------------------------------------------------------------------------------- dynamic sampling
+
+
+def replace_tied_groups(
+    judged: Judged,
+    sample: Callable[[list[dict[str, Any]]], Judged],
+    reservoir: "PromptReservoir",
+    rounds: int,
+    group_size: int,
+    parallel: Parallel,
+) -> tuple[Judged, int]:
+    """Dynamic sampling (DAPO, section 3.2): groups without a signal, because all scores are equal or fewer than two
+    completions are scored, give way to groups of fresh prompts that have one. The batch keeps its size; groups that are
+    still tied after so many rounds of drawing stay. Returns the batch, and the number of groups that were replaced.
+    """
+    mine, processes, replaced = parallel.rows(len(judged.completions)), parallel.accelerator.num_processes, 0
+    for _ in range(rounds):
+        tied = tied_groups(judged.scores, group_size).nonzero().flatten().tolist()
+        if not tied:
+            break
+        count = math.ceil(len(tied) / processes) * processes  # every process draws the same, and samples its share
+        drawn = reservoir.draw(count, parallel.gather_list([done.prompt for done in judged.completions]))
+        share = drawn[parallel.rows(len(drawn) // processes)]
+        if not share:
+            break
+        fresh = sample([row for row in share for _ in range(group_size)])
+        useful = (~tied_groups(fresh.scores, group_size)).nonzero().flatten().tolist()
+        size, pairs = len(judged.scores), list(zip(tied, useful, strict=False))
+        order = torch.arange(size, device=judged.scores.device)  # of the batch, with the rows of `fresh` behind them
+        for out, into in pairs:
+            first = size + into * group_size
+            order[out * group_size : (out + 1) * group_size] = torch.arange(first, first + group_size)
+        completions = [*parallel.gather_list(judged.completions), *parallel.gather_list(fresh.completions)]
+
+        def exchange(name: str, now: Judged = judged, other: Judged = fresh, order: torch.Tensor = order) -> Any:
+            old, new = getattr(now, name), getattr(other, name)
+            return torch.cat([old, new.to(old)])[order]
+
+        judged = Judged(
+            [completions[row] for row in order.tolist()[mine]],
+            **{name: exchange(name) for name in ("rewards_per_func", "failed", "raw_scores", "scores")},
+            failures=judged.failures or fresh.failures,
+        )
+        replaced += len(pairs)
+    return judged, replaced
+
+
+class PromptReservoir:
+    """Training prompts in a separate shuffled order, for the groups that are replaced.
+
+    Each pass over the dataset (rows by index, a dict with `prompt` each) has a different order, fixed by the seed;
+    prompts that are currently in the batch are skipped. They come in addition to those of the trainer's own sampler.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.passes = self.position = 0
+        self._order = self._shuffled()
+
+    def draw(self, count: int, in_use: Sequence[Any]) -> list[dict[str, Any]]:
+        """At most `count` rows with different prompts, none of them `in_use`; fewer if none are left."""
+        taken = {str(prompt) for prompt in in_use}
+        drawn: list[dict[str, Any]] = []
+        for _ in range(len(self._order)):  # each row once, so that the loop ends on a small dataset
+            if len(drawn) == count:
+                break
+            if self.position == len(self._order):
+                self.passes, self.position = self.passes + 1, 0
+                self._order = self._shuffled()
+            row = dict(self.dataset[self._order[self.position]])
+            self.position += 1
+            if str(row["prompt"]) not in taken:
+                taken.add(str(row["prompt"]))
+                drawn.append(row)
+        return drawn
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position, JSON-serialisable; a resumed run continues from it with `load_state_dict`."""
+        return {"seed": self.seed, "passes": self.passes, "position": self.position, "size": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a checkpoint's state; raises DataError if that is of a dataset of another size."""
+        if state["size"] != len(self.dataset):
+            raise DataError(
+                f"the checkpoint's reservoir has {state['size']} training prompts, and there are "
+                f"{len(self.dataset)} now: resume with the data of the run (data.*), or start over"
+            )
+        self.seed, self.passes, self.position = state["seed"], state["passes"], state["position"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self.dataset)))
+        random.Random(f"resample-{self.seed}-{self.passes}").shuffle(order)
+        return order

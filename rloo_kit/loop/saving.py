@@ -52,7 +52,9 @@ def save_checkpoint(trainer: Any, folder: Path, write: Callable[[], None]) -> No
                 state.best_model_checkpoint = str(best)  # its published name: transformers looked in the staging folder
             if writes:
                 state.save_to_json(str(staged / TRAINER_STATE_NAME))
-                write_json(staged / LOOP_STATE, {"episodes": trainer.rloo.recorder.episodes})
+                rloo = trainer.rloo
+                reservoir = None if rloo.reservoir is None else rloo.reservoir.state_dict()
+                write_json(staged / LOOP_STATE, {"reservoir": reservoir, "episodes": rloo.recorder.episodes})
             wait_for_all()  # every process has written its part
             if writes:
                 seal(staged, step, **record)

@@ -1,6 +1,6 @@
 """One optimizer step of RLOO, top to bottom, without TRL.
 
-    sample -> reward -> lay out -> score -> advantages -> loss, pass by pass -> record
+    sample -> reward -> replace tied groups -> lay out -> score -> advantages -> loss, pass by pass -> record
 
 `trainer` calls it: `roll_out` for prompts, `loss` for the gradient of rows that were rolled out, `close` before the
 optimizer's step. Sampler, rewarder, scorer and recorder are attributes; they exchange the types of `records`.
@@ -21,7 +21,7 @@ from torch.nn import Module
 from rloo_kit.gradient.advantages import AdvantageSettings, make_advantages
 from rloo_kit.gradient.objective import Objective, all_finite, correction_weights, policy_loss
 from rloo_kit.gradient.scorer import PolicyScorer, Scores
-from rloo_kit.loop.collaborators import FailureCount, Rewarder, Sampler
+from rloo_kit.loop.collaborators import FailureCount, PromptReservoir, Rewarder, Sampler, replace_tied_groups
 from rloo_kit.loop.metrics import Recorder
 from rloo_kit.loop.records import Judged, RolloutBatch, StepStats, pick, put
 from rloo_kit.models.parallel import Parallel, local_parts
@@ -51,6 +51,7 @@ class StepSettings:
     objective: Objective
     memory: str
     tokens_per_pass: int
+    resample_rounds: int
     aux_loss_coef: float
     filters: Filters
     mask_truncated_completions: bool
@@ -72,6 +73,7 @@ class RLOOStep:
     recorder: Recorder
     parallel: Parallel
     skipped: FailureCount
+    reservoir: PromptReservoir | None = None
     broken: str | None = None
 
     # ------------------------------------------------------------------------------------------------ the rollout
@@ -83,6 +85,10 @@ class RLOOStep:
         see `StepSettings.scores_first`."""
         self.recorder.begin()
         judged = self.sample(rows)
+        if model.training and self.reservoir is not None:
+            rounds = self.settings.resample_rounds, self.settings.num_generations
+            judged, replaced = replace_tied_groups(judged, self.sample, self.reservoir, *rounds, self.parallel)
+            self.recorder.count("rollout/resampled_groups", replaced)
         failed_share = judged.failed.any(dim=1).float().mean().item()
         self.recorder.count("rewards/failed_ratio", failed_share)
         if model.training:

@@ -233,6 +233,8 @@ class RLOOTrainer(trl.RLOOTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         loop = read_object(Path(resume_from_checkpoint) / LOOP_STATE)  # a checkpoint of TRL's trainer has none
         self.rloo.recorder.episodes = loop.get("episodes", 0)
+        if self.rloo.reservoir is not None and loop.get("reservoir"):
+            self.rloo.reservoir.load_state_dict(loop["reservoir"])
         policy = self.accelerator.unwrap_model(self.model)
         if not is_peft_model(policy):
             return
@@ -285,10 +287,11 @@ class _LoopCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.trainer._count_gradient()  # not in `on_step_end`, where an evaluation may be interrupted
-        cuda, ends = torch.cuda, self.trainer._step_ends
+        cuda, reservoir, ends = torch.cuda, self.trainer.rloo.reservoir, self.trainer._step_ends
         ends[:] = [(random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())]
         ends += [(torch.set_rng_state, torch.get_rng_state())]
         ends += [(cuda.set_rng_state_all, cuda.get_rng_state_all())] if cuda.is_initialized() else []
+        ends += [(reservoir.load_state_dict, reservoir.state_dict())] if reservoir else []
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         if hasattr(engine := self.trainer.rloo.sampler.engine, "close"):  # a server unloads the adapter

@@ -209,7 +209,7 @@ def make_trainer(
     with tempfile.TemporaryDirectory(prefix="rloo-kit-preflight-") as folder:
         Path(folder).chmod(0o755)  # a server that loads the adapter from here may run as another user
         arguments = training_arguments(run, policy, Path(folder))
-        arguments |= {"save_strategy": "no", "report_to": "none", **(changed or {})}
+        arguments |= {"resample_rounds": 0, "save_strategy": "no", "report_to": "none", **(changed or {})}
         trainer = None
         try:
             trainer = RLOOTrainer(

@@ -1,13 +1,17 @@
 """Rollouts in the trainer and in runs: what a sampler's gap weighs, budgets, a prompt that opens the thinking."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import rewards
 import rloo_kit as kit
+from rloo_kit.errors import DataError
+from rloo_kit.loop.collaborators import PromptReservoir
 from rloo_kit.preflight.trial_steps import make_trainer as make_steps
 from rloo_kit.results.samples import split_completion
 from rloo_kit.rollout.completions import generate_completions
@@ -246,3 +250,116 @@ def test_a_budget_closes_what_the_prompt_opened(load):
         assert not row["forced"] or (ids.index(THINK_END) == 3 and ids.count(THINK_END) == 1)
         assert row["forced"] or THINK_END in ids[:3] or ids[-1] == EOS
         assert row["rewards"]["thinking_budget_reward"] == 0.0
+
+
+def test_the_close_of_a_thought_carries_nothing(make_batches):
+    """Closing a thought must not be learnt as the model's own doing."""
+    trainer, batches = make_batches(first_id, thinking_budget=5, answer_budget=3), []
+    plain = trainer.rloo.settle
+    trainer.rloo.settle = lambda batch: (plain(batch), batches.append(batch))
+    trainer.train()
+    forced = [index for index, row in enumerate(trainer.rows) if row["forced"]]
+    assert len(forced) >= 4, "random weights seldom close by themselves"
+    for index, row in enumerate(trainer.rows):
+        kept = batches[0].mask[index].int().tolist()
+        if index in forced:
+            assert row["completion_ids"][5] == THINK_END and len(kept) <= 5 + 1 + 3
+            assert kept == [1] * 5 + [0] + [1] * (len(kept) - 6)
+            assert math.isnan(batches[0].sampler_logps[index][5])
+        else:
+            assert all(kept)
+
+
+# ---- groups without a signal
+
+
+def some_rows(count):
+    return [{"prompt": f"p{number}", "answer": number} for number in range(count)]
+
+
+def tied_for_even_prompts(prompts, completion_ids, **columns):
+    """Equal for every completion of an even prompt; different for nearly every one of an odd prompt."""
+    even = [int(answer) % 2 == 0 for answer in columns["answer"]]
+    return [0.5 if tied else sum(ids) % 97 / 97 for tied, ids in zip(even, completion_ids, strict=True)]
+
+
+def names(drawn):
+    return [row["prompt"] for row in drawn]
+
+
+def test_groups_without_a_learning_signal_give_way_to_fresh_prompts(start_long):
+    """With enough rounds a batch holds groups that differ and nothing else, each of one prompt, and its own rewards."""
+    result = start_long("rollout.resample_rounds=6", "rloo.max_steps=3", rewards=[tied_for_even_prompts])
+    rows = list(read_rollouts(result.folder))
+    assert len(rows) == 3 * 8
+    replaced = [metrics["rollout/resampled_groups"] for metrics in result.metrics]
+    assert sum(replaced) > 0, "half of the prompts are tied, so some of the six groups are"
+    for start_row in range(0, len(rows), 4):
+        group = rows[start_row : start_row + 4]
+        assert len({row["prompt"] for row in group}) == 1
+        assert int(group[0]["columns"]["answer"]) % 2 == 1, "an even prompt is left"
+        for row in group:
+            assert row["reward"] == pytest.approx(sum(row["completion_ids"]) % 97 / 97), "another row's reward"
+            assert f"add {row['columns']['answer']}<" in row["prompt"]
+        assert len({row["reward"] for row in group}) > 1
+    for metrics in result.metrics:
+        assert metrics["frac_score_zero_std"] == 0.0
+        assert metrics["sampling/logp_difference_max"] < 1e-4, "another row's log-probabilities"
+
+
+def test_rounds_are_a_limit(start_long):
+    """Where every prompt is tied, drawing until the batch is full never ends."""
+    calls = []
+
+    def always(completion_ids, **_):
+        calls.append(len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    result = start_long("rollout.resample_rounds=2", "rloo.max_steps=1", rewards=[always])
+    assert calls == [8, 8, 8] and len(list(read_rollouts(result.folder))) == 8
+    assert result.metrics[0]["rollout/resampled_groups"] == 0 and result.metrics[0]["frac_score_zero_std"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
+    """The reservoir's place is part of the state: without it a resumed run trains on other prompts than the uncut
+    one."""
+    options = ("rollout.resample_rounds=2",)
+
+    def go(steps, *words, **flags):
+        return start_long(f"rloo.max_steps={steps}", *options, *words, rewards=[tied_for_even_prompts], **flags)
+
+    whole = go(3, "run.name=whole")
+    go(1)
+    resumed = go(3, resume=True)
+    assert [row["episode"] for row in resumed.metrics] == [8.0, 16.0, 24.0], "of the whole run"
+    ids = [[row["completion_ids"] for row in read_rollouts(one.folder)] for one in (resumed, whole)]
+    assert ids[0] == ids[1]
+    expected, found = (load_file(one.adapter_folder / "adapter_model.safetensors") for one in (whole, resumed))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_every_prompt_comes_once_a_pass():
+    """Drawing with replacement would leave a third of the prompts out of a pass."""
+    reservoir = PromptReservoir(some_rows(10), seed=3)
+    first = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
+    second = [name for _ in range(5) for name in names(reservoir.draw(2, []))]
+    assert sorted(first) == sorted(second) == [f"p{n}" for n in range(10)]
+    assert first != second, "each pass is reshuffled"
+    assert names(PromptReservoir(some_rows(10), seed=3).draw(10, [])) == first
+    assert names(PromptReservoir(some_rows(10), seed=4).draw(10, [])) != first
+
+
+def test_what_is_in_the_batch_is_passed_over_and_small_data_ends():
+    """With 4 prompts and 3 of them in the batch one is left: a loop until there are enough would never end."""
+    reservoir = PromptReservoir(some_rows(4), seed=0)
+    assert names(reservoir.draw(3, names(some_rows(3)))) == ["p3"]
+    assert reservoir.draw(3, names(some_rows(4))) == []
+    repeated = PromptReservoir([{"prompt": "same"}] * 5, seed=0)
+    assert len(repeated.draw(3, [])) == 1, "groups of one prompt are one group's worth of news"
+
+
+def test_a_reservoir_of_other_data_is_refused():
+    """Another number of rows has another order, so a resumed run would train on other prompts."""
+    with pytest.raises(DataError, match=r"7 training prompts, and there are 6 now.*data\.\*"):
+        PromptReservoir(some_rows(6), seed=1).load_state_dict(PromptReservoir(some_rows(7), seed=1).state_dict())
