@@ -25,7 +25,7 @@ FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
 
 HealthRule = Literal[
-    "broken_policy", "all_none", "reward_failures", "truncation", "cold_start", "no_signal", "kl_explosion",
+    "broken_policy", "reward_failures", "truncation", "cold_start", "no_signal", "kl_explosion",
     "entropy_collapse", "length_explosion", "length_collapse", "never_closed", "reward_hacking", "no_movement",
     "sampler_gap",
 ]  # fmt: skip

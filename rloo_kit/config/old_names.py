@@ -138,6 +138,7 @@ GONE_KEYS: dict[str, Gone] = {
     "eval.save_best": Gone(True, "checkpoints/ has the last weights, adapter/ those of the best evaluation"),
     "health.no_signal_steps": Gone(5, "a fault is reported after five steps in a row"),
     **{f"health.{rule}": Gone("warn", f"set health.{{value}}=[{rule}]") for rule in get_args(HealthRule)},
+    "health.all_none": Gone("warn", "set health.{value}=[reward_failures], which finds it"),
     "model.vocabulary": Gone("compact", "an embedded model has one vocabulary"),
     "model.build_seed": Gone(0, "an embedded model is always built from the same seed"),
     "model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),

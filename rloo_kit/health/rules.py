@@ -16,8 +16,11 @@ from rloo_kit.system.problems import Problem
 SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low entropy mean success
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
 TRUNCATED = 0.8  # share of completions above which the limit decides which of them end
+PRESSED = 0.2  # share of thoughts closed by the budget from which it asks for shorter ones
+OFTEN_CUT, SELDOM_CLOSED, DRIFTED = 0.3, 0.2, 2.0  # shares of completions; nats a token of KL
 GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 ANSWERS = ("answer_reward", "math_answer_reward", "reasoning_gym_score")  # their mean is the accuracy in training
+SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 mean = statistics.fmean
 
@@ -37,6 +40,11 @@ class Context:
     def of(cls, run: Any) -> "Context":
         """The context of a `RunConfig`."""
         return cls(run.rloo.model_dump(), run.health.stop, run.health.off, run.reward_weights)
+
+    def wants_shorter(self, forced_share: float) -> bool:
+        """Whether a reward asks for less thinking, or a budget that closed so many thoughts at the start. The usual
+        budget, which leaves room for an answer, closes few."""
+        return any(self.weights.get(name, 0.0) > 0 for name in SHORTENING) or forced_share >= PRESSED
 
 
 class Evidence(NamedTuple):
@@ -137,6 +145,12 @@ def last_of(seen: Series, name: str, count: int) -> list[float]:
     return [point.value for point in seen.all(name)[-count:]] or [0.0]
 
 
+def has_risen(seen: Series, name: str, sign: int = 1) -> bool:
+    """Whether a metric's last five values are above its first five by more than their noise; `sign` -1: below."""
+    now, begun = seen.last(name, 5), seen.first(name, 5)
+    return bool(now) and sign * (mean(now) - mean(begun)) > 2 * seen.noise(name) * (2 / 5) ** 0.5
+
+
 def in_a_row(seen: Series, since: int) -> str:
     """The number of steps up to now, in words."""
     return f"{max(seen.step - since + 1, 1)} steps in a row"
@@ -215,7 +229,7 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
     "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
-    follows=("broken_policy",),
+    follows=("broken_policy", "length_explosion", "never_closed"),
 )  # fmt: skip
 def truncation(seen: Series, context: Context) -> Evidence | None:
     point = seen.held("completions/clipped_ratio", lambda share: share > TRUNCATED, context.no_signal_steps)
@@ -250,7 +264,7 @@ def cold_start(seen: Series, context: Context) -> Evidence | None:
     fix="use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
     "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
     "a reward whose pattern wants <think> gives all the same if the prompt opens it",
-    follows=("reward_failures", "broken_policy", "truncation", "cold_start", "entropy_collapse"),
+    follows=("reward_failures", "broken_policy", "truncation", "cold_start", "entropy_collapse", "never_closed"),
 )  # fmt: skip
 def no_signal(seen: Series, context: Context) -> Evidence | None:
     # A KL penalty alone makes the rewards of a group differ, so the scores before the penalty come first.
@@ -301,11 +315,22 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
+    "kl",
+    cause="The policy drifts far from its reference",
+    fix="raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
+    follows=("broken_policy",),
+)
+def kl_explosion(seen: Series, context: Context) -> Evidence | None:
+    point = seen.lasting("kl", lambda value: value > DRIFTED, 3)
+    return point and Evidence(point.step, f"the KL is {mean(seen.last('kl', 3)):.3g} nats a token")
+
+
+@rule(
     "entropy", "completions/most_common_ratio",
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
-    follows=("broken_policy", "reward_hacking"),
+    follows=("broken_policy", "reward_hacking", "length_collapse", "length_explosion", "never_closed"),
 )  # fmt: skip
 def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
     low = seen.lasting("entropy", lambda nats: nats < 0.01, 5)
@@ -319,6 +344,76 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
         return None
     share = last_of(seen, name, 1)[0]
     return Evidence(same.step, f"{text}, and {share:.0%} of the completions, of all prompts, are identical")
+
+
+# ------------------------------------------------------------------------------------------ completions
+
+
+@rule(
+    "completions/mean_length", "completions/clipped_ratio",
+    cause="Completions grow without more of them being right: a reward pays for length, or nothing for ending",
+    fix="check what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
+    "rloo.max_completion_length (currently {max_completion_length}) if the thinking is good",
+    follows=("broken_policy", "never_closed"),
+)  # fmt: skip
+def length_explosion(seen: Series, context: Context) -> Evidence | None:
+    name, clipped = "completions/mean_length", "completions/clipped_ratio"
+    now, begun = seen.last(name, 5), mean(seen.first(name, 5) or [0.0])
+    if len(seen.all(name)) < 10 or not now or begun <= 0:
+        return None
+    cut, cut_first = mean(last_of(seen, clipped, 5)), mean(seen.first(clipped, 5) or [0.0])
+    into_limit = mean(now) >= 1.5 * begun and cut > OFTEN_CUT >= cut_first
+    answers = answer_metric(seen, context)
+    for_nothing = mean(now) >= 2 * begun and bool(answers) and not has_risen(seen, answers)
+    if not into_limit and not for_nothing:
+        return None
+    since = seen.begun(name, lambda length: length >= 1.25 * begun)
+    text = f"completions grew from {begun:.0f} to {mean(now):.0f} tokens"
+    return Evidence(since, f"{text}, {cut:.0%} truncated" if into_limit else f"{text} without more right answers")
+
+
+@rule(
+    "completions/mean_length", "thinking/mean_length",
+    cause="A reward or the KL sum pays for brevity",
+    fix="check what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
+    "(currently {kl_form}), and lower the weight of any length penalty",
+    follows=("broken_policy", "entropy_collapse"),
+)  # fmt: skip
+def length_collapse(seen: Series, context: Context) -> Evidence | None:
+    answers, forced = answer_metric(seen, context), mean(seen.first("thinking/forced_ratio", 5) or [0.0])
+    if context.wants_shorter(forced) and not has_risen(seen, answers, -1):
+        return None
+    limit = 0.5 if answers else 0.33  # without an answer reward, brevity may be intended
+    cut_off = mean(seen.first("completions/clipped_ratio", 5) or [0.0])
+    if has_risen(seen, answers) if answers else cut_off >= 0.5 and has_risen(seen, "reward"):
+        return None  # more right answers, or completions that have learnt to end before the limit
+    for name, what in (("completions/mean_length", "completions"), ("thinking/mean_length", "thinking")):
+        now, begun = seen.last(name, 5), mean(seen.first(name, 5) or [0.0])
+        if len(seen.all(name)) >= 10 and now and mean(now) <= limit * begun:
+            since = seen.begun(name, lambda length, begun=begun: length <= 0.75 * begun)  # type: ignore[misc]
+            text = f"{what} shrank from {begun:.0f} to {mean(now):.0f} tokens without more right answers"
+            return Evidence(since, text)
+    return None
+
+
+@rule(
+    "thinking/closed_ratio", "completions/clipped_ratio",
+    cause="No reward pays for closing the thinking, or one pays for leaving it open",
+    fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
+    "only runs out of room",
+    follows=("broken_policy", "truncation", "length_explosion"),
+)  # fmt: skip
+def never_closed(seen: Series, context: Context) -> Evidence | None:
+    name, least = "thinking/closed_ratio", SELDOM_CLOSED
+    now, begun = seen.last(name, 5), mean(seen.first(name, 3) or [0.0])
+    if not now:
+        return None
+    share, cut = mean(now), mean(last_of(seen, "completions/clipped_ratio", 5))
+    fell = begun >= 0.5 and share < 0.5 * begun
+    if 1 - share - cut < 0.3 or not (fell or max(now) < least):  # truncated ones had no room
+        return None
+    since = seen.begun(name, lambda value: value < max(0.75 * begun, least))
+    return Evidence(since, f"{share:.0%} of the completions close their thinking (initially {begun:.0%})")
 
 
 # ------------------------------------------------------------------------------------------ learning

@@ -96,6 +96,12 @@ class Series:
         point = self.held(name, shows, 1)
         return point if point is not None and point.step <= points[-count].step else None
 
+    def begun(self, name: str, shows: Callable[[float], bool]) -> int:
+        """The step since which the values have met a condition without a break; the current step if the last does
+        not."""
+        point = self.held(name, shows, 0)
+        return self.step if point is None else point.step
+
     def best_mean(self, name: str, count: int, before: int) -> tuple[float, int] | None:
         """The highest mean of `count` consecutive values before the last `before` ones, and the step of the last of
         them; the mean of all of them if there are fewer than `count`."""

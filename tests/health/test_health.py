@@ -111,6 +111,10 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
     ("broken_policy", [WELL] * 8 + [WELL | GONE | {"entropy": 5.7}] * 6, {}, "ten times (currently 0.3)"),
     ("broken_policy", [WELL | {"kl": 0.1}] * 2 + [WELL | GONE | {"kl": 8.8}] * 6, {}, "rloo.learning_rate"),
     ("entropy_collapse", [WELL | {"entropy": 0.005}] * 6, {}, "rloo.temperature (currently 0.7)"),
+    ("kl_explosion", [WELL | {"kl": 3.0}] * 5, {"beta": 0.1}, "rloo.beta (currently 0.1)"),
+    ("length_explosion", drift("completions/mean_length", 60, 200, **{ANSWER: 0.3}), {}, "thinking_budget_reward"),
+    ("length_collapse", drift("thinking/mean_length", 50, 5), {"beta": 0.05}, "rloo.kl_form=length_normalized"),
+    ("never_closed", drift("thinking/closed_ratio", 0.9, 0.0), {}, "think_format_reward"),
     ("no_movement", [WELL | {"policy/moved": 2e-8 * step} for step in range(12)], {}, RATE),
     ("sampler_gap", apart(*[0.2] * 4), {}, "rloo.sampler_correction=token"),
     ("sampler_gap", apart(0, 0.44, 0, 0.79, 0, 0, 0, 0.5, 0, 0, 0.6, 0), {}, "rollout.engine=generate"),
@@ -123,6 +127,20 @@ def test_each_rule_alone(rule: str, rows: list[dict[str, Any]], options: dict[st
     (found,) = look(rows, **options)
     assert found.name == rule and key in str(found) and found.fix and found.found and found.cause
     assert look(rows, **options, off=[rule, *found.explains]) == []
+
+
+@pytest.mark.parametrize(("weights", "forced"), [({}, 0.5), ({"relative_length_penalty": 0.4}, 0.0)])
+def test_shorter_thinking_is_no_fault_where_the_run_asks_for_it(weights: dict[str, float], forced: float) -> None:
+    """A run that halved its thinking got the advice for collapsed lengths. Each run of a Qwen3 model has a budget,
+    which leaves room for the answer and asks for nothing."""
+
+    def found(rows: list[dict[str, Any]], **usual: Any) -> list[str]:
+        return [one.name for one in look([{"thinking/forced_ratio": forced} | row for row in rows], **usual)]
+
+    shorter = drift("thinking/mean_length", 50, 5)
+    worse = [row | {ANSWER: 0.7 - 0.01 * n} for n, row in enumerate(shorter)]
+    assert found(shorter, weights=weights) == [] and "length_collapse" in found(worse, weights=weights)
+    assert "length_collapse" in [one.name for one in look(shorter, thinking_budget=3552)]
 
 
 def test_every_rule_has_its_key_and_its_case() -> None:
@@ -142,6 +160,11 @@ def learnt() -> list[dict[str, Any]]:
     return rows + [TIED | {"reward": 1.0, "reward_std": 0.0, "entropy": 0.004}] * 15
 
 
+def more_right(rows: list[dict[str, Any]], **more: float) -> list[dict[str, Any]]:
+    """The rows with more and more right answers."""
+    return [row | {ANSWER: 0.2 + 0.03 * n} | more for n, row in enumerate(rows)]
+
+
 ODD = dict.fromkeys(WELL | {"kl": 0, "kl/spread_ratio": 0, "policy/moved": 0}, math.nan)
 ALMOST = WELL | {"frac_score_zero_std": 0.99, "completions/clipped_ratio": 0.79, "grad_norm": 1e-4}
 SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -150,6 +173,10 @@ SILENT: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "two tied batches now and then": ([TIED, TIED, WELL] * 10, {}),
     "learnt, by its reward": (learnt(), {}),
     "learnt, by its answers": ([row | {ANSWER: row["reward"]} for row in learnt()], {}),
+    "longer thoughts, more right": (more_right(drift("completions/mean_length", 60, 180)), {}),
+    "a length penalty that longer thinking pays": (
+        [row | {"reward": 0.4 + 0.01 * n} for n, row in enumerate(
+            more_right(drift("rewards/brevity/mean", 0.9, 0.2, **{"rewards/brevity/std": 0.1})))], {}),
     "accuracy falls within its interval": (hacked("eval/accuracy", 0.6), {}),
     "accuracy falls with the reward": ([row | {"reward": 1 - row["reward"]} for row in hacked("eval/accuracy")], {}),
     "equal groups without a baseline": ([WELL | {"frac_score_zero_std": 1.0}] * 5, {"baseline": "none"}),
@@ -168,6 +195,8 @@ def test_what_is_no_fault(name: str) -> None:
 
 # ------------------------------------------------------------------------------------- causes and consequences
 
+CUT = {"completions/clipped_ratio": 0.9}
+OPEN = {"thinking/closed_ratio": 0.1}
 NONE = TIED | {"reward": None, "reward_std": None, "rewards/unscored_ratio": 1.0}
 PUBLISHED = {"reward": -1.0, "completions/clipped_ratio": 1.0, "thinking/closed_ratio": 0.0,
              ANSWER: 0.0}  # fmt: skip
@@ -177,6 +206,10 @@ CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
         [TIED | PUBLISHED] * 6, ["truncation"], {"no_signal", "no_movement", "cold_start"}),
     "rewards that fail": ([NONE | {"rewards/failed_ratio": 1.0}] * 6, ["reward_failures"], set()),
     "rewards of None": ([NONE] * 6, ["reward_failures"], set()),
+    "a limit leaves thinking open": (
+        [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
+    "open thinking reaches the limit": (
+        [WELL] * 6 + [WELL | OPEN] * 6 + [WELL | CUT | OPEN] * 9, ["never_closed"], set()),
     "a cause long past explains nothing": (
         [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5, ["reward_failures", "no_signal"], set()),
 }  # fmt: skip
