@@ -112,9 +112,7 @@ def run_asserts(null: int, call_s: float, answer_s: float) -> None:
     if not (pid := os.fork()):
         become(null, null, code_in, code_out)
         link = CodeEnd(*files(code_in, code_out), python_module("solution"))
-        with suppress(ValueError):  # the tests have ended
-            while True:
-                link.answer(*link.receive()[1:])
+        link.serve()
         os._exit(0)
     verdict = os.dup(1)
     os.close(code_in)
