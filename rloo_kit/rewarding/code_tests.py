@@ -30,16 +30,14 @@ _NAMES = ("fn_name", "func_name", "entry_point")
 TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-# Calls the function, or the last one if none is named, wherever the code has it. JSON has no tuples, and text as keys.
+# Calls the function wherever the code has it. JSON has no tuples, and text as keys.
 _CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
-    owner = getattr(solution, 'Solution', solution)
-    names = [one for one in vars(owner) if one[0] != '_' and callable(getattr(owner, one))]
-    name = '{0}' or names[-1]
-    owner = owner() if owner is not solution and hasattr(owner, name) else solution
-    found = getattr(owner, name)(*_json_.loads(given))
-    found, wanted = _json_.loads(_json_.dumps(found, default=lambda one: one.item())), _json_.loads(wanted)
-    return found == wanted or wrapped and [found] == wanted"""
+    owner = getattr(solution, 'Solution', None)
+    owner = owner() if hasattr(owner, '{0}') else solution
+    value = getattr(owner, '{0}')(*_json_.loads(given))
+    value, wanted = _json_.loads(_json_.dumps(value, default=lambda part: part.item())), _json_.loads(wanted)
+    return value == wanted or wrapped and [value] == wanted"""
 
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
@@ -228,6 +226,8 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     if not (_KINDS[kind] or (kind is None and any(source.get(key) for source in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
+    if not name:
+        raise _unread("calls of a function that no column names (fn_name, metadata, starter_code, entry_point)")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
@@ -359,7 +359,7 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
         runs.append(f"check({entry})")
     nodes = list(ast.walk(tree))  # some are without their decorators now
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _reads_objects(nodes)]
     statements = [f"import {name}" for name in sorted(modules)]
     statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
     return {"statements": statements + runs, "asserts": marks.count, "names": sorted(names), "classes": classes}
@@ -452,25 +452,14 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
         raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
 
-def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
-    """Whether tests show that names like `Money` are classes: by an attribute that no value of Python's own has, a test
-    of a type, or one operator on two of them. MBPP has functions with such names, too."""
+def _reads_objects(nodes: list[ast.AST]) -> bool:
+    """Whether tests read an attribute that no value of Python's own has, so that a name like `Money` is a class's: MBPP
+    has functions with such names, too."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
-    for node in nodes:
-        whole = node.args[-1] if isinstance(node, ast.Call) and node.args else node
-        inner = [] if isinstance(whole, ast.Module | ast.stmt) else list(ast.walk(whole))
-        used = [part.id for part in inner if isinstance(part, ast.Name) and part.id in names and part.id[0].isupper()]
-        if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
-            base = ast.unparse(node.value)
-            is_shown = base != "self" and base.partition(".")[0] not in modules
-        elif isinstance(node, ast.Call):
-            is_shown = bool(used) and bool(re.search("sinstance|subclass", _last(node)))
-        else:
-            is_shown = len(used) > len(set(used))
-        if is_shown:
-            return True
-    return False
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN]
+    bases = {ast.unparse(node.value) for node in read} - {"self"}
+    return any(base.partition(".")[0] not in modules for base in bases)
 
 
 def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:

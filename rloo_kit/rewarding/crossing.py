@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LONGEST = 16 * 2**20  # bytes of a message
 SEQUENCES = ("list", "tuple", "set", "frozenset")
 MAPPINGS = ("dict", "collections.OrderedDict", "collections.Counter")
-ARRAY = "numpy.ndarray"
 TIMES = [f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta", "timezone")]
 ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal value
     **dict.fromkeys(("bytes", "bytearray"), lambda value: [value.decode("latin-1"), "latin-1"]),
@@ -33,8 +32,8 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal valu
         ("range", "slice", "fractions.Fraction", "decimal.Decimal", *TIMES), lambda value: value.__reduce__()[1]
     ),
 }
-COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS, ARRAY)
-CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS, ARRAY)
+COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS)
+CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS)
 
 
 class Gone(Exception):
@@ -69,16 +68,10 @@ def parts_of(name: str, value: Any) -> list[Any]:
         return list(value)
     if name in MAPPINGS:
         return [part for pair in value.items() for part in pair]
-    if name != ARRAY:
-        return list(ARGUMENTS[name](value))
-    if value.dtype.kind not in "biufcSUmM":
-        raise Uncrossed("an array of objects cannot cross")
-    return [value.dtype.str, value.shape, value.tobytes()]
+    return list(ARGUMENTS[name](value))
 
 
 def make(name: str, parts: list[Any]) -> Any:
-    if name == ARRAY:
-        return resolve("numpy.frombuffer")(parts[2], parts[0]).reshape(parts[1]).copy()
     kind = resolve(name)
     if name in SEQUENCES:
         return kind(parts)
@@ -87,9 +80,6 @@ def make(name: str, parts: list[Any]) -> Any:
 
 def fill(value: Any, new: Any) -> None:
     """Give a container the content of another one."""
-    if name_of_type(type(value)) == ARRAY:
-        value[...] = new
-        return
     value.clear()
     (value.extend if hasattr(value, "extend") else value.update)(new)
 
@@ -147,8 +137,8 @@ class Link:
             data = {name: [self.encode(part, copies) for part in parts_of(name, value)]}
             copies.add(name, value)
             return data
-        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-            return {"numpy": [self.encode(part, copies) for part in parts_of(ARRAY, value)]}
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return self.encode(value.item(), copies)
         if value is NotImplemented or value is Ellipsis:
             return {"shared": str(value)}
         if issubclass(kind, type) and (shared := name_of_type(value)) and is_standard(shared):
@@ -183,8 +173,6 @@ class Link:
                 self.foreign[id(value)] = number
             return self.stand_ins[number]
         parts = [self.decode(part, copies) for part in payload]
-        if name == "numpy":
-            return make(ARRAY, parts)[()]
         if name == "error":
             return self.raised(*parts)
         if name not in COPIED:
