@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal valu
     ),
 }
 COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS)
+WITH_CONTENT = (*SEQUENCES, *MAPPINGS, "int", "float", "complex", "str", "bytes", "collections.deque")
 CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS)
 
 
@@ -50,12 +51,17 @@ def resolve(name: str) -> Any:
 
 
 @functools.cache
-def name_of_type(kind: type) -> str:
+def name_of_type(kind: Any) -> str:
     """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
     with suppress(Exception):
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         return name if resolve(name) is kind else ""
     return ""
+
+
+def name_of(value: Any) -> str:
+    kind: Any = type(value)
+    return name_of_type(kind)
 
 
 def is_standard(name: str) -> bool:
@@ -102,7 +108,7 @@ class Copies:
         """The places of those that are not what they were."""
         places = []
         for place, (value, old) in enumerate(zip(self.values, self.parts, strict=True)):
-            parts = parts_of(name_of_type(type(value)), value)
+            parts = parts_of(name_of(value), value)
             if len(parts) != len(old) or any(map(operator.is_not, parts, old)):
                 places.append(place)
         return places
@@ -169,8 +175,8 @@ class Link:
         if name == "mine":
             number, *description = payload
             if number not in self.stand_ins:
-                self.stand_ins[number] = value = self.stand_in(number, *(self.decode(part, copies) for part in description))
-                self.foreign[id(value)] = number
+                value = self.stand_in(*(self.decode(part, copies) for part in description))
+                self.stand_ins[number], self.foreign[id(value)] = value, number
             return self.stand_ins[number]
         parts = [self.decode(part, copies) for part in payload]
         if name == "error":
@@ -201,7 +207,7 @@ class Link:
     def send(self, kind: str, given: Any, copies: Copies) -> None:
         try:
             changes = [
-                [place, [self.encode(part, copies) for part in parts_of(name_of_type(type(value)), value)]]
+                [place, [self.encode(part, copies) for part in parts_of(name_of(value), value)]]
                 for place in copies.changed()
                 for value in (copies.values[place],)
             ]
@@ -229,7 +235,7 @@ class Link:
                 continue
             for place, parts in changes:
                 value = copies.values[place]
-                fill(value, make(name_of_type(type(value)), [self.decode(part, copies) for part in parts]))
+                fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
             result = self.decode(data, copies)
             if kind == "raise":
                 raise result
@@ -281,7 +287,7 @@ class CodeEnd(Link):
             return [True, self.encode(type(value), copies), self.encode(value.args, copies)]
         return [type(value).__module__ != "builtins"]
 
-    def stand_in(self, number: int, name: str, doc: str | None) -> Any:
+    def stand_in(self, name: str, doc: str | None) -> Any:
         def function(*args: Any, **named: Any) -> Any:
             return self.ask("call", function, args, named)
 
@@ -305,11 +311,12 @@ class CodeEnd(Link):
 def content_of(value: Any, name: str) -> tuple[str, Any]:
     """Who has a special method of an object's: every object; a type of Python's own, with what the object holds; or a
     class of the code's."""
-    kind = type(value)
+    kind: Any = type(value)
     if getattr(kind, name, None) is getattr(object, name, None):
         return "object", None
+    base: Any
     for base in kind.__mro__:
-        if name_of_type(base) in (*SEQUENCES, *MAPPINGS, "int", "float", "complex", "str", "bytes", "collections.deque"):
+        if name_of_type(base) in WITH_CONTENT:
             if getattr(kind, name) is not getattr(base, name, None):
                 break
             if issubclass(base, dict):

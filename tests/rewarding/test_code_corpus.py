@@ -54,11 +54,8 @@ def test_right_answers_are_worth_one_and_wrong_ones_less() -> None:
     offenders, unscored = [], Counter[str]()
     for (task, answer, is_right), value in zip(jobs, values, strict=True):
         unscored[task.name] += value is None
-        if value is None:
-            is_fair = task.name in UNSCORED
-        else:
-            is_fair = value == 1.0 if is_right else value < 1.0
-        if not is_fair:
+        is_unscored = value is None and task.name in UNSCORED
+        if not is_unscored and (value is None or (value == 1.0) != is_right):
             offenders.append(f"{task.name} ({task.form}, {task.kind}): {is_right}, reward {value}\n{answer}")
     assert not offenders, f"{len(offenders)} of {len(jobs)}:\n" + "\n".join(offenders)
     assert {name for name, count in unscored.items() if count} == UNSCORED.keys(), unscored

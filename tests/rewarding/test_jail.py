@@ -236,8 +236,8 @@ def import_reward(jail: Jail, place: Path) -> None:
         f"import sys\nsys.path.append({str(Path(code_module.__file__).parents[2])!r})\n"
         f"import rloo_kit.rewarding.code as c\n"
         "c.CodeReward._score = lambda *a: 1.0\ndef f(): return 0",
-        "import sys\nm = sys.modules['rloo_kit.rewarding.mirrors']\nm.judge = lambda *a: 1.0\nm.TestsEnd.ask = lambda *a: True\n"
-        "m.encode = lambda *a: True\ndef f(): return 0",
+        "import sys\nm = sys.modules['rloo_kit.rewarding.mirrors']\nm.judge = lambda *a: 1.0\n"
+        "m.TestsEnd.ask = lambda *a: True\nm.encode = lambda *a: True\ndef f(): return 0",
     ):
         assert score(jail, code) == 0.0
         assert score(jail, HONEST) == 1.0
