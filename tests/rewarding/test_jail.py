@@ -94,7 +94,7 @@ def fork_bomb(jail: Jail, place: Path) -> None:
         "def work():\n    one = multiprocessing.Process(target=print)\n    one.start()\n"
         "libc, made = ctypes.CDLL(None, use_errno=True), 0\n"
         "def raw(*args):\n    if libc.syscall(*args) < 0: raise OSError(ctypes.get_errno(), 'syscall')\n"
-        "numbers = [(56, 17, 0), (57,), (58,), (435, 0, 0)] if os.uname().machine == 'x86_64' else [(220, 17, 0)]\n"
+        "numbers = [(56, 17, 0), (57,), (58,), (435, 0, 0)]\n"
         "calls = [os.fork, os.forkpty, spawn, run, work, *[lambda n=n: raw(*n) for n in numbers]]\n"
         "for call in calls * 20:\n"
         "    try: call(); made += 1\n"
@@ -134,26 +134,6 @@ def proc(jail: Jail, place: Path) -> None:
         del os.environ["CODE_REWARD_SECRET"]
     assert SECRET not in text and "/proc/" not in text and "/sys/" not in text
     assert not {"proc", "sys", "dev", "home", "work"} & set(eval(text.splitlines()[-1].partition("]")[0] + "]"))
-
-
-def run_folder(jail: Jail, place: Path) -> None:
-    """reading `.env` and a run's folder by their paths, and every file that a walk from `/` finds"""
-    (place / "outputs").mkdir()
-    for name in (".env", "outputs/rollouts.jsonl"):
-        (place / name).write_text(f"TOKEN={SECRET}\n", encoding="utf-8")
-    code = (
-        f"import os\nfor path in {[str(place / '.env'), str(place / 'outputs/rollouts.jsonl')]}:\n"
-        "    try: print(open(path).read())\n"
-        "    except OSError as error: print(type(error).__name__)\n"
-    )
-    walk = (
-        "import os\nfor top, folders, files in os.walk('/'):\n"
-        "    for name in files:\n"
-        "        if name == '.env' or name.endswith(('.jsonl', '.safetensors')): print(os.path.join(top, name))\n"
-    )
-    assert bare(code).count(SECRET) == 2
-    assert printed(jail, code) == "FileNotFoundError\n" * 2
-    assert printed(jail, walk) == ""
 
 
 def writing_outside(jail: Jail, place: Path) -> None:
@@ -209,24 +189,27 @@ def much_output(jail: Jail, place: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 200 * 2**20
 
 
-def symlinks(jail: Jail, place: Path) -> None:
-    """links to files outside, `..` out of the folders that are shown, `chroot`, the old root folder"""
-    (place / "secret").write_text(SECRET, encoding="utf-8")
-    target = str(place / "secret")
+def reading_outside(jail: Jail, place: Path) -> None:
+    """a file by its path, by links and by `..`, every file that a walk from `/` finds, `chroot`, the old root folder"""
+    (place / ".env").write_text(SECRET, encoding="utf-8")
+    target = str(place / ".env")
     code = (
-        f"import os\nfor made in ('link', '/tmp/link', '/usr/lib/link', {str(place / 'link')!r}):\n"
-        f"    try: os.symlink({target!r}, made); print(open(made).read())\n"
-        "    except OSError: pass\n"
-        f"for way in ('/usr/lib/../..', '/lib/../../../..', '/..', '../..'):\n"
+        f"import os\ntry: os.symlink({target!r}, '/tmp/link')\nexcept OSError: pass\n"
+        f"for way in ('', '/usr/lib/../..', '/lib/../../../..', '../..'):\n"
         f"    try: print(open(way + {target!r}).read())\n"
         "    except OSError: pass\n"
-        "import ctypes\nfor call in (os.chroot, lambda path: os.fchdir(os.open(path, 0))):\n"
+        "try: print(open('/tmp/link').read())\nexcept OSError: print('missing')\n"
+        "for top, folders, files in os.walk('/'):\n"
+        "    for name in files:\n"
+        "        if name == '.env' or name.endswith(('.jsonl', '.safetensors')): print(os.path.join(top, name))\n"
+        "for call in (os.chroot, lambda path: os.fchdir(os.open(path, 0))):\n"
         "    try: call('..'); print(os.listdir('../../../..'))\n"
         "    except OSError: print('refused')\n"
     )
-    assert SECRET in bare(f"import os\nos.symlink({target!r}, {target + '2'!r}); print(open({target + '2'!r}).read())")
+    assert SECRET in bare(f"print(open({target!r}).read())")
     text = printed(jail, code)
-    assert SECRET not in text and "work" not in text and "home" not in text and "refused" in text
+    assert SECRET not in text and "work" not in text and "home" not in text and "/.env" not in text, text
+    assert "missing" in text and "refused" in text
 
 
 def import_reward(jail: Jail, place: Path) -> None:
@@ -363,8 +346,7 @@ def escapes(jail: Jail, place: Path) -> None:
         jail,
         "import ctypes, os, resource\nlibc, refused = ctypes.CDLL(None, use_errno=True), 0\n"
         "x86 = [272, 308, 165, 161, 101, 250, 321, 425, 59, 322, 41, 310, 298, 323, 304, 29, 155, 428, 442, 434]\n"
-        "arm = [97, 268, 40, 51, 117, 219, 280, 425, 221, 281, 198, 270, 241, 282, 265, 194, 41, 428, 442, 434]\n"
-        "for number in x86 if os.uname().machine == 'x86_64' else arm:\n"
+        "for number in x86:\n"
         "    refused += libc.syscall(number, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1\n"
         "print(refused, len(x86))\n"
         "try: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
@@ -372,9 +354,8 @@ def escapes(jail: Jail, place: Path) -> None:
         "print(os.uname().nodename)",
     )
     assert text == "20 20\nlimits stay\njail\n", text
-    if os.uname().machine == "x86_64":
-        with program(jail, "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))") as process:
-            assert process.communicate(timeout=30)[0] == b"" and process.returncode != 0
+    with program(jail, "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))") as process:
+        assert process.communicate(timeout=30)[0] == b"" and process.returncode != 0
 
 
 THREE = ["assert f(1) == 11", "assert f(2) == 22", "assert f(3) == 33"]
@@ -452,11 +433,10 @@ ATTACKS: list[Callable[[Jail, Path], None]] = [
     fork_bomb,
     sockets,
     proc,
-    run_folder,
     writing_outside,
     kill_parent,
     much_output,
-    symlinks,
+    reading_outside,
     import_reward,
     leave_early,
     patch_assert,
