@@ -30,16 +30,14 @@ _NAMES = ("fn_name", "func_name", "entry_point")
 TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
 _KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-# Calls the function, or the last one if none is named, wherever the code has it. JSON has no tuples, and text as keys.
+# Calls the function wherever the code has it. JSON has no tuples, and text as keys.
 _CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
-    owner = getattr(solution, 'Solution', solution)
-    names = [one for one in vars(owner) if one[0] != '_' and callable(getattr(owner, one))]
-    name = '{0}' or names[-1]
-    owner = owner() if owner is not solution and hasattr(owner, name) else solution
-    found = getattr(owner, name)(*_json_.loads(given))
-    found, wanted = _json_.loads(_json_.dumps(found, default=lambda one: one.item())), _json_.loads(wanted)
-    return found == wanted or wrapped and [found] == wanted"""
+    owner = getattr(solution, 'Solution', None)
+    owner = owner() if hasattr(owner, '{0}') else solution
+    value = getattr(owner, '{0}')(*_json_.loads(given))
+    value, wanted = _json_.loads(_json_.dumps(value, default=lambda part: part.item())), _json_.loads(wanted)
+    return value == wanted or wrapped and [value] == wanted"""
 
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
@@ -49,7 +47,6 @@ _FENCED = re.compile("```|~~~")
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
 _STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
-_FIXTURE = re.compile(r"pytest\.fixture(?:\((?:scope='\w*')?\))?")  # one that is a plain function
 _LACKING = re.compile(
     r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
     r"|import .*\bfixture\b|\bindirect="
@@ -228,6 +225,8 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     if not (_KINDS[kind] or (kind is None and any(source.get(key) for source in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
+    if not name:
+        raise _unread("calls of a function that no column names (fn_name, metadata, starter_code, entry_point)")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
@@ -267,13 +266,7 @@ class Marks(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.count, self.is_tried = 0, False
-        self.imported, self.fixtures = set[str](), dict[str, ast.FunctionDef]()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        others = [mark for mark in node.decorator_list if not _FIXTURE.fullmatch(ast.unparse(mark))]
-        if others != node.decorator_list:
-            self.fixtures[node.name], node.decorator_list = node, others
-        return self.generic_visit(node)
+        self.imported = set[str]()
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return self._count(_mark(node.test))
@@ -331,7 +324,8 @@ def _asserts(node: ast.AST) -> bool:
 @functools.lru_cache(maxsize=1024)
 def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     """What `jailed` needs of a row's tests: `statements` with marks, how many `asserts` are in them, the `names` that
-    the code has to define, and those of them that are surely `classes`.
+    the code has to define, those of them that are surely `classes`, whether it `has_tests` that a runner calls, and
+    which of these are `called` already.
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
     assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
@@ -350,19 +344,24 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     names, named = used - bound - modules, marks.imported | set(re.findall(r"\w+", entry)[:1])
     names = (names - vars(builtins).keys()) | named or names - JUDGES
     _refuse(nodes, _STRING.sub("''", source), names)
-    runs = _find_runs(tree, used, marks.fixtures)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    fixtures = {node.name for node in functions if "pytest.fixture" in map(_decoration, node.decorator_list)}
+    for node in functions:
+        if (node.name.startswith("test") and node.name not in used) or node.name in fixtures:
+            _refuse_fixtures(node, fixtures)
     if not marks.count:
         raise TestsError("they assert nothing")
     if "check" in bound - used:
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
-        runs.append(f"check({entry})")
-    nodes = list(ast.walk(tree))  # some are without their decorators now
+        tree.body += ast.parse(f"check({entry})").body
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _reads_objects(nodes)]
     statements = [f"import {name}" for name in sorted(modules)]
     statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    return {"statements": statements + runs, "asserts": marks.count, "names": sorted(names), "classes": classes}
+    made = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
+    has_tests = any(isinstance(node, ast.ClassDef) or getattr(node, "name", "")[:4] == "test" for node in tree.body)
+    return made | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -373,69 +372,18 @@ def _without_runner(node: ast.stmt) -> list[ast.stmt]:
     return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
 
 
-def _find_runs(tree: ast.Module, used: set[str], fixtures: dict[str, ast.FunctionDef]) -> list[str]:
-    """A statement for each test that a test runner would call; those of pytest lose their decorators to it."""
-    nodes: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    runs = []
-    for name, node in nodes.items():
-        if isinstance(node, ast.FunctionDef):
-            if _is_test(node) and name not in used:
-                runs.append(_run(node, [], "", [], fixtures))
-            continue
-        methods, bases = _inherited(node, nodes)
-        tests = [method for method in methods.values() if _is_test(method, node)]
-        if any(base.endswith("TestCase") for base in bases):
-            debug = [f"{name}('{test.name}').debug()" for test in tests]
-            runs += [*_hooks(methods, name, "setUpClass"), *debug, *_hooks(methods, name, "tearDownClass")]
-        elif name.startswith("Test"):
-            before = [f"_one_ = {name}()", *_hooks(methods, "_one_", "setup_class", "setup_method", "setup")]
-            after = _hooks(methods, "_one_", "teardown_method", "teardown")
-            runs += [_run(test, before, "_one_.", after, fixtures) for test in tests]
-    return runs
+def _decoration(decorator: ast.expr) -> str:
+    return ast.unparse(decorator).partition("(")[0]
 
 
-def _hooks(methods: Mapping[str, ast.FunctionDef], owner: str, *names: str) -> list[str]:
-    hooks = [methods[name] for name in names if name in methods]
-    return [f"{owner}.{hook.name}({'None' if len(hook.args.args) > 1 else ''})" for hook in hooks]
-
-
-def _inherited(node: ast.ClassDef, nodes: Mapping[str, Any]) -> tuple[dict[str, ast.FunctionDef], list[str]]:
-    """The methods of a class of the tests, and all its bases, those among the tests included."""
-    methods: dict[str, ast.FunctionDef] = {}
-    bases = list(map(ast.unparse, node.bases))
-    for base in filter(None, map(nodes.get, bases)):
-        inner = _inherited(base, nodes)
-        methods, bases = inner[0] | methods, bases + inner[1]
-    return methods | {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}, bases
-
-
-def _is_test(test: ast.FunctionDef, *around: ast.ClassDef) -> bool:
-    decorators = [*test.decorator_list, *(decorator for node in around for decorator in node.decorator_list)]
-    marks = " ".join(map(ast.unparse, decorators))
-    return test.name.startswith("test") and not re.search("skip|xfail|expectedFailure", marks)
-
-
-def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str], fixtures: dict[str, Any]) -> str:
-    """A statement that calls a test; each case of `parametrize` has an object and fixtures of its own."""
-    marks, test.decorator_list = list(map(ast.unparse, test.decorator_list)), []
+def _refuse_fixtures(test: ast.FunctionDef, fixtures: set[str]) -> None:
+    """Raise for a test that wants more than its cases and the tests' own fixtures."""
+    marks = [ast.unparse(mark) for mark in test.decorator_list]
     cases = re.findall(r"\w+", " ".join(mark.partition("[")[0] for mark in marks if "parametrize" in mark))
-    call = f"{owner}{test.name}({_arguments(test, ['self', *cases], fixtures)}**given)"
-    lines = [*before, "try:", f"    {call}", "finally:", *(f"    {line}" for line in after or ["pass"])]
-    case = [*(f"@{mark}" for mark in marks), "def _case_(**given):", *(f"    {line}" for line in lines), "_case_()"]
-    return "\n".join(case)
-
-
-def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
-    """The fixtures of the tests' own that a test or a fixture is called with, a fresh one each time."""
-    text, names = "", [argument.arg for argument in test.args.args]
+    names = [argument.arg for argument in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
-        if name not in (*given, *fixtures):
+        if name not in ("self", *cases, *fixtures):
             raise TestsError(LACKS.format(f"pytest's fixture {name}"))
-        if name not in given:
-            call = f"{name}({_arguments(fixtures[name], ['self'], fixtures)})"
-            yields = any(isinstance(node, ast.Yield) for node in ast.walk(fixtures[name]))
-            text += f"{name}=next({call}), " if yields else f"{name}={call}, "
-    return text
 
 
 def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
@@ -452,25 +400,14 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
         raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
 
-def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
-    """Whether tests show that names like `Money` are classes: by an attribute that no value of Python's own has, a test
-    of a type, or one operator on two of them. MBPP has functions with such names, too."""
+def _reads_objects(nodes: list[ast.AST]) -> bool:
+    """Whether tests read an attribute that no value of Python's own has, so that a name like `Money` is a class's: MBPP
+    has functions with such names, too."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
-    for node in nodes:
-        whole = node.args[-1] if isinstance(node, ast.Call) and node.args else node
-        inner = [] if isinstance(whole, ast.Module | ast.stmt) else list(ast.walk(whole))
-        used = [part.id for part in inner if isinstance(part, ast.Name) and part.id in names and part.id[0].isupper()]
-        if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
-            base = ast.unparse(node.value)
-            is_shown = base != "self" and base.partition(".")[0] not in modules
-        elif isinstance(node, ast.Call):
-            is_shown = bool(used) and bool(re.search("sinstance|subclass", _last(node)))
-        else:
-            is_shown = len(used) > len(set(used))
-        if is_shown:
-            return True
-    return False
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN]
+    bases = {ast.unparse(node.value) for node in read} - {"self"}
+    return any(base.partition(".")[0] not in modules for base in bases)
 
 
 def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:

@@ -14,7 +14,6 @@ from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
 from rloo_kit.rewarding import code as code_module
 from rloo_kit.rewarding.code import CodeReward, Jail, find_jail
 from rloo_kit.rewarding.guard import guard
-from tests.rewarding.code_forms import read_problems
 
 END = 151668
 pytestmark = pytest.mark.slow
@@ -156,6 +155,12 @@ def earn(hours): return Money(900 * hours)
             "",
         ),
         ("def f(n): return [n] * 3", ["import numpy as np\nassert np.array_equal(f(2), [2, 2, 2])"], 1.0, ""),
+        (
+            "import numpy as np\ndef f(n): return np.array(n)",
+            ["import numpy as np\nassert np.allclose(f(np.ones(2).tolist()), [1, 1])"],
+            1.0,
+            "",
+        ),
     ],
 )
 def test_right_code_is_never_wrong(
@@ -207,19 +212,6 @@ def test_a_bubblewrap_that_cannot_limit_tmp(reward: CodeReward, monkeypatch: pyt
     monkeypatch.setattr(code_module, "find_jail", lambda: Jail(tuple(command)))
     assert score(reward, "print(int(input()) ** 2)", {"inputs": ["2", "3"], "outputs": ["4", "9"]}) == 1.0
     assert score(reward, "def f(n): return n", ["assert f(1) == 1"]) == 1.0
-
-
-def test_problems_as_data_sets_have_them(reward: CodeReward) -> None:
-    """HumanEval, MBPP, APPS, LiveCodeBench, code_contests, KodCode, ClassEval, PRIME: by their own columns."""
-    problems = read_problems()
-    for form in {one.form for one in problems}:
-        rows = [one for one in problems if one.form == form]
-        columns = {name: [one.row[name] for one in rows] for name in rows[0].row}
-        judge = CodeReward(thinking=False, tests_column=rows[0].column)
-        answers = [f"```python\n{one.solution}\n```" for one in rows]
-        empty = ["```python\npass\n```"] * len(rows)
-        assert judge(completions=answers, completion_ids=[[1]] * len(rows), **columns) == [1.0] * len(rows), form
-        assert judge(completions=empty, completion_ids=[[1]] * len(rows), **columns) == [0.0] * len(rows), form
 
 
 def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -1,11 +1,8 @@
 """What `code_reward` reads: the code of an answer, and tests in the forms in which data sets have them."""
 
-import contextlib
-import io
 import json
 import sys
 import types
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from rloo_kit.rewarding.code_tests import (
     find_row_faults,
     read_tests,
 )
-from tests.rewarding.code_forms import read_problems
 
 F = "```"
 ADD = "def add(a, b):\n    return a + b"
@@ -139,8 +135,6 @@ METHOD = "class Solution:\n    def shift(self, xs, by): return [x + by for x in 
         (SHIFT, LCB, {"starter_code": "class Solution:\n    def shift(self, xs: list[int], by: int):\n        "}),
         (SHIFT, [LCB[0] | {"metadata": {"func_name": "shift"}}, None], {}),
         (SHIFT, LCB, {"entry_point": "Solution().shift"}),
-        ("from math import gcd\n" + SHIFT + "\n_n = 1", LCB, {}),
-        ("class Node: pass\n" + METHOD + "\n    def _own(self): pass\ndef helper(): pass", LCB, {"metadata": "{}"}),
         (SHIFT, {"inputs": [[[1, 2], 3]], "outputs": [[4, 5]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": ["[1, 2]\n3"], "outputs": ["[4, 5]"], "fn_name": "shift"}, {}),
@@ -209,6 +203,7 @@ def test_forms(tests: Any, read: Any) -> None:
         ({"inputs": [[[1, 2], 3]], "outputs": [[4]]}, ["without a function's name (fn_name)"]),
         ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, ["no JSON, a value a line: 'a b'"]),
         ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["of type dict"]),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], ["calls of a function that no column names"]),
         ({"input": ["1", "2"], "output": ["1"]}, ["2 inputs and 1 outputs"]),
         ("eJxrYJmqyQABGldZGBQAYXFhYXqQDlq5KUMAEZkGPA==", ["packed", "LiveCodeBench"]),
         (["assert f(1)", {"input": "1", "output": "2"}], ["texts and pairs"]),
@@ -221,120 +216,6 @@ def test_other_forms_are_refused_by_name(tests: Any, words: list[str]) -> None:
         read_tests(tests, {})
     assert all(word in str(caught.value) for word in words[:1]) and "it reads" in str(caught.value)
     assert not isinstance(caught.value, UncrossedError)
-
-
-STACK = """class StackError(Exception): pass
-class Stack:
-    def __init__(self, *items): self.items = list(items)
-    def push(self, one): self.items.append(one)
-    def pop(self):
-        if not self.items: raise StackError("empty")
-        return self.items.pop()
-def double(n): return n * 2
-"""
-UNITTEST = """
-import unittest
-from solution import *
-
-class Base(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.made = []
-    def setUp(self):
-        self.stack = Stack(1, 2)
-
-class TestStack(Base):
-    def test_pop(self):
-        self.assertEqual(self.stack.pop(), 2)
-        self.assertEqual(self.stack.pop(), 1)
-        with self.assertRaises(StackError) as caught:
-            self.stack.pop()
-        self.assertIn("empty", str(caught.exception))
-    def test_fresh(self):
-        self.made.append(1)
-        for n in (2, 1):
-            with self.subTest(n=n):
-                self.assertTrue(self.stack.pop() == n)
-    @unittest.skip("later")
-    def test_later(self):
-        self.fail()
-
-if __name__ == "__main__":
-    unittest.main(argv=["x"], exit=False)
-"""
-PYTEST = """
-import pytest
-from solution import Stack, StackError, double as twice
-import solution
-
-@pytest.fixture
-def stack(empty):
-    empty.push(3)
-    yield empty
-
-@pytest.fixture(scope="module")
-def empty():
-    return Stack()
-
-def test_own_fixture(stack):
-    assert stack.pop() == 3
-    with pytest.raises(StackError, match="empty"):
-        assert stack.pop()
-
-def test_aliases():
-    assert twice(2) == 4 and solution.double(2) == 4
-
-class TestStack:
-    def setup_method(self, method):
-        self.stack = Stack(5)
-    def test_state(self):
-        assert self.stack.pop() == 5
-    def test_state_again(self):
-        assert self.stack.pop() == 5
-    def helper(self):
-        assert False
-
-def helper():
-    assert False
-
-if __name__ == "__main__":
-    pytest.main([__file__])
-"""
-
-
-@pytest.mark.parametrize(
-    ("tests", "row", "marks"),
-    [
-        (UNITTEST, {}, 6),
-        (PYTEST, {}, 5),
-        (["import your_module as m", "assert m.double(1) == 2"], {}, 1),
-        ("def test_double():\n    from main import double\n    assert double(1) == 2\ntest_double()", {}, 1),
-        (
-            "def test():\n    assert double(1) == 2\nif __name__ == '__main__':\n    test()\n    print()",
-            {},
-            1,
-        ),
-        (
-            "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(n := 2) == 4",
-            {"entry_point": "double"},
-            2,
-        ),
-        ("def check(candidate):\n    assert candidate(1) == 2\ncheck(double)", {}, 1),
-        ("def check(f):\n    assert f([]) is None", {"entry_point": "Stack().push"}, 1),
-        (
-            "try:\n    Stack().pop()\n    assert False\nexcept StackError as error:\n    assert 'empty' in str(error)",
-            {},
-            1,
-        ),
-        ("try:\n    assert Stack().pop() == 5\nexcept StackError:\n    pass\nassert double(1) == 2", {}, 1),
-        ("assert math.isclose(double(0.1), 0.2)\nassert string.ascii_letters", {}, 2),
-        ("from __future__ import annotations\nassert double('a\\d') == 'a\\da\\d'", {}, 1),
-        ("import numpy as np\nnp.testing.assert_allclose(double(np.ones(2)), [2, 2])", {}, 1),
-    ],
-)
-def test_tests_of_every_kind_run(tests: Any, row: dict[str, Any], marks: int) -> None:
-    """Test functions and methods were defined and never called, and each assertion of unittest was no assert."""
-    assert run(STACK, tests, **row) == [True] * marks
 
 
 @pytest.mark.parametrize(
@@ -398,7 +279,7 @@ def test_what_only_looks_like_it_is_judged(tests: str) -> None:
         ("assert isinstance(Average([1]), float)\nx = Average([2])\nassert x.real == 2", "Average", ""),
         ("assert sum(10, 15) == 5", "sum", ""),
         ("assert sorted(f(3)) == sum([1])", "f", ""),
-        ("assert Vector(1, (2)) + Vector(3, g(4)) == u", "Vector g u", "Vector"),
+        ("assert Vector(1, (2)) + Vector(3, g(4)) == u", "Vector g u", ""),
         ("v = Vector(1, 2)\nassert v.x == 1", "Vector", "Vector"),
         ("with Account(5) as a:\n    assert a.balance == 5", "Account", "Account"),
         (
@@ -408,7 +289,6 @@ def test_what_only_looks_like_it_is_judged(tests: str) -> None:
         ),
         ("assert Stack(f(3)).push(1) is None", "Stack f", "Stack"),
         ("try:\n    raise Odd(1)\nexcept (Odd, KeyError) as e:\n    assert e", "Odd", ""),
-        ("assert isinstance(Dog(), Animal) and Animal()", "Animal Dog", "Animal Dog"),
         ("assert Color.RED and Color(1)", "Color", "Color"),
         ("def test_a():\n    f = g(1)\n    assert f\ndef test_b():\n    assert f(2)", "f g", ""),
         ("import solution\nfrom solution import max\nassert max(1) and solution.f(2)", "max solution", ""),
@@ -425,31 +305,3 @@ def test_faults_are_counted_by_reason() -> None:
     texts: list[Any] = [["assert f(1)"], "f(1)", None, [["1", "2"]], "f(2)", [{"input": "1", "output": "2"}]]
     found = find_row_faults((10 * number, tests, {}) for number, tests in enumerate(texts))
     assert {key: rows for (key, _), rows in found.items()} == {False: [10, 40], True: [30]}
-
-
-PROBLEMS = read_problems()
-
-
-@pytest.mark.parametrize("number", range(len(PROBLEMS)))
-def test_problems_as_data_sets_have_them_are_judged(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right solution holds every assertion, or prints what is wanted, in plain Python."""
-    form, column, row, solution = PROBLEMS[number]
-    monkeypatch.setattr(sys, "setrecursionlimit", lambda limit: None)  # it would stay for the other tests
-    code, tests = find_code(f"Thus:\n```python\n{solution}\n```\n"), read_tests(row[column], row)
-    if isinstance(tests[0], str):
-        assert not find_row_faults([(0, row[column], row)])
-        if "parametrize" not in tests[0]:  # pytest's own only marks the function
-            marks = run(code, row[column], **row)
-            assert marks == [True] * len(marks) and len(marks) >= 2
-        return
-    for given, expected in tests:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), "utf-8"))
-        monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
-        with contextlib.suppress(SystemExit):
-            exec(compile(code, "solution", "exec"), {"__name__": "__main__"})
-        assert [line.rstrip() for line in printed.getvalue().split("\n")][:-1] == expected.rstrip().splitlines()
-
-
-def test_there_are_ten_problems_of_each_form() -> None:
-    """One form alone would not show what the others need."""
-    assert set(Counter(one.form for one in PROBLEMS).values()) == {10} and len(PROBLEMS) == 90

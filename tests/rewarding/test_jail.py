@@ -1,7 +1,4 @@
-"""Attacks on the jail of `code_reward`, judged by their effects.
-
-`python -m tests.rewarding.test_jail` prints the table of them for docs/rewarding.md.
-"""
+"""Attacks on the jail of `code_reward`, judged by their effects."""
 
 import os
 import signal
@@ -87,7 +84,7 @@ def _indent(code: str) -> str:
     return "\n".join("    " + line for line in code.splitlines())
 
 
-def fork_bomb(jail: Jail, place: Path) -> str:
+def fork_bomb(jail: Jail, place: Path) -> None:
     """`os.fork` and `vfork` in a loop, `subprocess`, `multiprocessing`, `posix_spawn`, `clone` without threads"""
     text = printed(
         jail,
@@ -97,7 +94,7 @@ def fork_bomb(jail: Jail, place: Path) -> str:
         "def work():\n    one = multiprocessing.Process(target=print)\n    one.start()\n"
         "libc, made = ctypes.CDLL(None, use_errno=True), 0\n"
         "def raw(*args):\n    if libc.syscall(*args) < 0: raise OSError(ctypes.get_errno(), 'syscall')\n"
-        "numbers = [(56, 17, 0), (57,), (58,), (435, 0, 0)] if os.uname().machine == 'x86_64' else [(220, 17, 0)]\n"
+        "numbers = [(56, 17, 0), (57,), (58,), (435, 0, 0)]\n"
         "calls = [os.fork, os.forkpty, spawn, run, work, *[lambda n=n: raw(*n) for n in numbers]]\n"
         "for call in calls * 20:\n"
         "    try: call(); made += 1\n"
@@ -105,10 +102,9 @@ def fork_bomb(jail: Jail, place: Path) -> str:
         "print('made', made)",
     )
     assert text == "made 0\n", text
-    return "no process was made; every call is refused"
 
 
-def sockets(jail: Jail, place: Path) -> str:
+def sockets(jail: Jail, place: Path) -> None:
     """connecting to a listener on this machine, by address and by a Unix socket's name"""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
@@ -120,10 +116,9 @@ def sockets(jail: Jail, place: Path) -> str:
             server.accept()
     assert "PermissionError" in printed(jail, "import socket\nsocket.socket(socket.AF_UNIX)")
     assert "PermissionError" in printed(jail, "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)")
-    return "nothing arrived at the listener; making a socket is refused"
 
 
-def proc(jail: Jail, place: Path) -> str:
+def proc(jail: Jail, place: Path) -> None:
     """`/proc` of this and of every other process, their environments, `/sys`, `/dev`"""
     code = (
         "import glob\nfor path in glob.glob('/proc/*/environ') + glob.glob('/proc/self/*') + glob.glob('/sys/*'):\n"
@@ -139,31 +134,9 @@ def proc(jail: Jail, place: Path) -> str:
         del os.environ["CODE_REWARD_SECRET"]
     assert SECRET not in text and "/proc/" not in text and "/sys/" not in text
     assert not {"proc", "sys", "dev", "home", "work"} & set(eval(text.splitlines()[-1].partition("]")[0] + "]"))
-    return "there is no /proc, /sys or /dev, and the environment is empty"
 
 
-def run_folder(jail: Jail, place: Path) -> str:
-    """reading `.env` and a run's folder by their paths, and every file that a walk from `/` finds"""
-    (place / "outputs").mkdir()
-    for name in (".env", "outputs/rollouts.jsonl"):
-        (place / name).write_text(f"TOKEN={SECRET}\n", encoding="utf-8")
-    code = (
-        f"import os\nfor path in {[str(place / '.env'), str(place / 'outputs/rollouts.jsonl')]}:\n"
-        "    try: print(open(path).read())\n"
-        "    except OSError as error: print(type(error).__name__)\n"
-    )
-    walk = (
-        "import os\nfor top, folders, files in os.walk('/'):\n"
-        "    for name in files:\n"
-        "        if name == '.env' or name.endswith(('.jsonl', '.safetensors')): print(os.path.join(top, name))\n"
-    )
-    assert bare(code).count(SECRET) == 2
-    assert printed(jail, code) == "FileNotFoundError\n" * 2
-    assert printed(jail, walk) == ""
-    return "the files do not exist there"
-
-
-def writing_outside(jail: Jail, place: Path) -> str:
+def writing_outside(jail: Jail, place: Path) -> None:
     """writing to a folder of this machine, to `/`, the standard library; `memfd`, remounting; 1 GB to its own `/tmp`"""
     targets = [str(place / "made"), "/made", "/usr/lib/made", os.__file__, "/packages/made"]
     before = Path(os.__file__).stat().st_mtime_ns
@@ -184,10 +157,9 @@ def writing_outside(jail: Jail, place: Path) -> str:
     )
     if "--size" in jail.command:
         assert "28" in printed(jail, fill) and printed(jail, "import os; print(os.listdir('/tmp'))") == "[]\n"
-    return "no file was made or changed; 16 MiB of memory are its `/tmp`, and gone with it"
 
 
-def kill_parent(jail: Jail, place: Path) -> str:
+def kill_parent(jail: Jail, place: Path) -> None:
     """SIGKILL to the parent, the group, everything, the run's process id"""
     code = (
         f"import os\nfor pid in (os.getppid(), 0, 1, {os.getpid()}, {os.getppid()}, -1):\n"
@@ -200,10 +172,9 @@ def kill_parent(jail: Jail, place: Path) -> str:
     bystander.kill()
     bystander.wait()
     assert score(jail, HONEST) == 1.0
-    return "the run and its processes live, and score the next completion"
 
 
-def much_output(jail: Jail, place: Path) -> str:
+def much_output(jail: Jail, place: Path) -> None:
     """1 GB printed by a program, 1 GB returned by a function, 1 GB printed by one"""
     endless = "import sys\nfor _ in range(1024):\n    sys.stdout.write('x' * 2**20)\n"
     with tempfile.TemporaryFile() as output:
@@ -216,46 +187,46 @@ def much_output(jail: Jail, place: Path) -> str:
     assert score(jail, "def f(): return 'x' * 10**8") == 0.0
     assert score(jail, "import os\n" + HONEST.replace("return", "os.write(1, b'x' * 10**8) * 10; return")) == 1.0
     assert psutil.Process().memory_info().rss - before < 200 * 2**20
-    return "16 MiB were kept at most; what a function prints goes nowhere"
 
 
-def symlinks(jail: Jail, place: Path) -> str:
-    """links to files outside, `..` out of the folders that are shown, `chroot`, the old root folder"""
-    (place / "secret").write_text(SECRET, encoding="utf-8")
-    target = str(place / "secret")
+def reading_outside(jail: Jail, place: Path) -> None:
+    """a file by its path, by links and by `..`, every file that a walk from `/` finds, `chroot`, the old root folder"""
+    (place / ".env").write_text(SECRET, encoding="utf-8")
+    target = str(place / ".env")
     code = (
-        f"import os\nfor made in ('link', '/tmp/link', '/usr/lib/link', {str(place / 'link')!r}):\n"
-        f"    try: os.symlink({target!r}, made); print(open(made).read())\n"
-        "    except OSError: pass\n"
-        f"for way in ('/usr/lib/../..', '/lib/../../../..', '/..', '../..'):\n"
+        f"import os\ntry: os.symlink({target!r}, '/tmp/link')\nexcept OSError: pass\n"
+        f"for way in ('', '/usr/lib/../..', '/lib/../../../..', '../..'):\n"
         f"    try: print(open(way + {target!r}).read())\n"
         "    except OSError: pass\n"
-        "import ctypes\nfor call in (os.chroot, lambda path: os.fchdir(os.open(path, 0))):\n"
+        "try: print(open('/tmp/link').read())\nexcept OSError: print('missing')\n"
+        "for top, folders, files in os.walk('/'):\n"
+        "    for name in files:\n"
+        "        if name == '.env' or name.endswith(('.jsonl', '.safetensors')): print(os.path.join(top, name))\n"
+        "for call in (os.chroot, lambda path: os.fchdir(os.open(path, 0))):\n"
         "    try: call('..'); print(os.listdir('../../../..'))\n"
         "    except OSError: print('refused')\n"
     )
-    assert SECRET in bare(f"import os\nos.symlink({target!r}, {target + '2'!r}); print(open({target + '2'!r}).read())")
+    assert SECRET in bare(f"print(open({target!r}).read())")
     text = printed(jail, code)
-    assert SECRET not in text and "work" not in text and "home" not in text and "refused" in text
-    return "no link can be made, and `..` of / is /"
+    assert SECRET not in text and "work" not in text and "home" not in text and "/.env" not in text, text
+    assert "missing" in text and "refused" in text
 
 
-def import_reward(jail: Jail, place: Path) -> str:
+def import_reward(jail: Jail, place: Path) -> None:
     """importing the reward and patching it; patching what runs in the jail"""
     for code in (
         "import rloo_kit.rewarding.code as c\nc.CodeReward.__call__ = lambda *a, **k: [1.0]\ndef f(): return 0",
         f"import sys\nsys.path.append({str(Path(code_module.__file__).parents[2])!r})\n"
         f"import rloo_kit.rewarding.code as c\n"
         "c.CodeReward._score = lambda *a: 1.0\ndef f(): return 0",
-        "import sys\nm = sys.modules['__main__']\nm.judge = lambda *a: 1.0\nm.Peer.ask = lambda *a: True\n"
-        "m.encode = lambda *a: True\ndef f(): return 0",
+        "import sys\nm = sys.modules['rloo_kit.rewarding.mirrors']\nm.judge = lambda *a: 1.0\n"
+        "m.TestsEnd.ask = lambda *a: True\nm.encode = lambda *a: True\ndef f(): return 0",
     ):
         assert score(jail, code) == 0.0
         assert score(jail, HONEST) == 1.0
-    return "0.0: it is not there, and the processes of the code judge nothing"
 
 
-def leave_early(jail: Jail, place: Path) -> str:
+def leave_early(jail: Jail, place: Path) -> None:
     """`exit(0)`, `os._exit(0)`, a signal to itself, before the tests or in the first call; a verdict of its own"""
     for code in (
         "exit(0)",
@@ -266,17 +237,16 @@ def leave_early(jail: Jail, place: Path) -> str:
         "def f(): exit(0)",
         "import os\ndef f(): os._exit(0)",
         "import os\nos.closerange(0, 64)\ndef f(): return 0",
-        'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"value": 1.0}\\n["value", true, []]\\n\')\n'
+        'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"value": 1.0}\\n["value", [], true, ""]\\n\')\n'
         "    except OSError: pass\nos._exit(0)",
     ):
         assert score(jail, code) == 0.0, code
     loop = "for n in range(100):\n    assert g(n) == n"
     early = "import os\ndef f(): return 1\ndef g(n): return n if n < 9 else os._exit(0)"
     assert score(jail, early, "assert f() == 1", loop) == 10 / 101, "rounds before the end of a loop that was cut short"
-    return "0.0; a test that was cut short counts as failed"
 
 
-def patch_assert(jail: Jail, place: Path) -> str:
+def patch_assert(jail: Jail, place: Path) -> None:
     """patched builtins and AssertionError, objects equal to everything, greater than everything, a difference of 0"""
     every = ["__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "__bool__"]
     always = "class Any:\n" + "".join(f"    def {name}(self, *a): return True\n" for name in every)
@@ -311,10 +281,9 @@ def patch_assert(jail: Jail, place: Path) -> str:
         "import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = print\nException = BaseException",
     ):
         assert score(jail, f"{code}\ndef f(): return 0", *tests) == 0.0, code
-    return "0.0: the comparison is made in the tests' process, with its own builtins"
 
 
-def read_answers(jail: Jail, place: Path) -> str:
+def read_answers(jail: Jail, place: Path) -> None:
     """the expected value in frames, `gc`, `sys.argv`, open files and pipes, modules and memory"""
     hunt = (
         "import gc, re, sys, os\n"
@@ -334,19 +303,17 @@ def read_answers(jail: Jail, place: Path) -> str:
     assert bare(f"tests = {TESTS!r}\n{hunt}exec(tests[0])\nprint('passed')") == "passed\n"
     assert score(jail, hunt) == 0.0
     assert score(jail, hunt + "found = f()\ndef f(): return found\n") == 0.0
-    return "0.0: the tests are in another process, of which only the arguments of a call come over"
 
 
-def memory(jail: Jail, place: Path) -> str:
+def memory(jail: Jail, place: Path) -> None:
     """8 GB in one piece, and in small ones, of memory that is kept"""
     assert printed(jail, "bytearray(8 * 2**30)").startswith("MemoryError")
     assert printed(jail, "kept = []\nwhile True: kept.append(bytearray(10**6))").startswith("MemoryError")
     assert score(jail, "kept = []\nwhile True: kept.append('x' * 10**6)") == 0.0
     assert score(jail, "def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x") == 0.0
-    return "MemoryError in the code; 0.0"
 
 
-def endless_loop(jail: Jail, place: Path) -> str:
+def endless_loop(jail: Jail, place: Path) -> None:
     """a loop that catches everything, also in one call; a sleep; a regular expression that backtracks for ever"""
     limits = {"test_timeout_s": 0.3, "answer_timeout_s": 1.0}
     for code in (
@@ -358,10 +325,9 @@ def endless_loop(jail: Jail, place: Path) -> str:
         "class A:\n    def __repr__(s):\n        while 1: pass\ndef f(): return A()",
     ):
         assert score(jail, code, f"assert str(f()) == str({ANSWER})", f"assert {ANSWER} in f()", **limits) == 0.0, code
-    return "ended at its limit; 0.0"
 
 
-def thread_bomb(jail: Jail, place: Path) -> str:
+def thread_bomb(jail: Jail, place: Path) -> None:
     """threads with small stacks without end"""
     code = (
         "import threading, time\nthreading.stack_size(32768)\n"
@@ -372,17 +338,15 @@ def thread_bomb(jail: Jail, place: Path) -> str:
             process.communicate(timeout=5)
         count = os.fstat(output.fileno()).st_size
     assert 0 < count < (20_000 if os.getuid() == 0 else 64)
-    return "64 threads (of root as many as the memory's limit holds), then an error"
 
 
-def escapes(jail: Jail, place: Path) -> str:
+def escapes(jail: Jail, place: Path) -> None:
     """`unshare`, `setns`, `mount`, `ptrace`, `keyctl`, `bpf`, `io_uring`, `execve`, 32-bit calls, raising the limits"""
     text = printed(
         jail,
         "import ctypes, os, resource\nlibc, refused = ctypes.CDLL(None, use_errno=True), 0\n"
         "x86 = [272, 308, 165, 161, 101, 250, 321, 425, 59, 322, 41, 310, 298, 323, 304, 29, 155, 428, 442, 434]\n"
-        "arm = [97, 268, 40, 51, 117, 219, 280, 425, 221, 281, 198, 270, 241, 282, 265, 194, 41, 428, 442, 434]\n"
-        "for number in x86 if os.uname().machine == 'x86_64' else arm:\n"
+        "for number in x86:\n"
         "    refused += libc.syscall(number, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1\n"
         "print(refused, len(x86))\n"
         "try: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
@@ -390,38 +354,35 @@ def escapes(jail: Jail, place: Path) -> str:
         "print(os.uname().nodename)",
     )
     assert text == "20 20\nlimits stay\njail\n", text
-    if os.uname().machine == "x86_64":
-        with program(jail, "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))") as process:
-            assert process.communicate(timeout=30)[0] == b"" and process.returncode != 0
-    return "each refused; a call by the x32 table ends the process"
+    with program(jail, "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 + 39))") as process:
+        assert process.communicate(timeout=30)[0] == b"" and process.returncode != 0
 
 
 THREE = ["assert f(1) == 11", "assert f(2) == 22", "assert f(3) == 33"]
 LINK = "import gc, json\ndef link(): return next(one for one in gc.get_objects() if type(one).__name__ == 'CodeEnd')\n"
 
 
-def forge_messages(jail: Jail, place: Path) -> str:
+def forge_messages(jail: Jail, place: Path) -> None:
     """messages of its own on the pipe: values in advance, exceptions that are functions, changes, classes, questions"""
     lines = [
-        ["value", [True], [], [], ""],
-        ["value", [{"error": ["exec", "import os; os.write(3, b'{}')"]}], [], [], ""],
-        ["value", [{"shared": "os.system"}], [], [], ""],
-        ["value", [0], [[number, [1]] for number in range(9)], [*range(9)], ""],
-        ["value", [{"object": [99, {"class": [98, "builtins", "int", [], ["__eq__"]]}, None]}], [], [], ""],
-        ["value", [{"same": 1}], [], [], ""],
-        ["ask", ["next", {"same": 1}], [], [], ""],
-        ["uncrossed", ["it"], [], [], ""],
-        ["raise", [{"error": ["SystemExit", 0]}, None], [], [], ""],
-        ["raise", [0, None], [], [], ""],
+        ["value", [], True, ""],
+        ["value", [], {"error": ["exec", "import os; os.write(3, b'{}')"]}, ""],
+        ["value", [], {"shared": "os.system"}, ""],
+        ["value", [[number, [1]] for number in range(9)], 0, ""],
+        ["value", [], {"mine": [99, False]}, ""],
+        ["value", [], {"yours": 0}, ""],
+        ["ask", [], {"tuple": ["call", {"shared": "int"}, {"tuple": []}, {"dict": []}]}, ""],
+        ["uncrossed", [], "it", ""],
+        ["raise", [], {"error": ["SystemExit", 0]}, ""],
+        ["raise", [], 0, ""],
     ]
     for line in lines:
         sent = f"link().sink.write(json.dumps({line!r}).encode() + b'\\n'); link().sink.flush()"
         assert score(jail, f"{LINK}def f(x):\n    {sent}\n    return 0", *THREE) == 0.0, line
         assert score(jail, f"{LINK}{sent}\ndef f(x): return 0", *THREE) == 0.0, line
-    return "0.0: what comes over the pipe is a value or nothing"
 
 
-def objects_as_answers(jail: Jail, place: Path) -> str:
+def objects_as_answers(jail: Jail, place: Path) -> None:
     """classes in place of functions, children of str, int, list, Counter and of metaclasses, the tested object itself,
     numpy's and a set's questions to an object"""
     always = "    def __eq__(s, o): return True\n    __hash__ = lambda s: 0\n"
@@ -445,10 +406,9 @@ def objects_as_answers(jail: Jail, place: Path) -> str:
     ):  # fmt: skip
         tests = f"import numpy as np\nfrom collections import Counter\nassert {tests}"
         assert score(jail, f"from collections import Counter\n{code}", tests) in (0.0, None), code
-    return "0.0; not scored where plain Python would believe it"
 
 
-def hold_up(jail: Jail, place: Path) -> str:
+def hold_up(jail: Jail, place: Path) -> None:
     """SIGSTOP to the tests' process by `fcntl`, sleep and 1 GB of output where only plain Python decides, work that
     piles up in the tests' process"""
     freeze = (
@@ -467,18 +427,16 @@ def hold_up(jail: Jail, place: Path) -> str:
         tests = "assert sum(f(1)) == 11" if "range" in code else THREE[0]
         assert score(jail, code, tests, test_timeout_s=0.5, answer_timeout_s=1.0) == 0.0, code
     assert time.monotonic() - started < 60 and psutil.Process().memory_info().rss - before < 200 * 2**20
-    return "0.0 at its limit, and 16 MiB of output"
 
 
-ATTACKS: list[Callable[[Jail, Path], str]] = [
+ATTACKS: list[Callable[[Jail, Path], None]] = [
     fork_bomb,
     sockets,
     proc,
-    run_folder,
     writing_outside,
     kill_parent,
     much_output,
-    symlinks,
+    reading_outside,
     import_reward,
     leave_early,
     patch_assert,
@@ -503,10 +461,10 @@ def jail() -> Jail:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack(attack: Callable[[Jail, Path], str], jail: Jail, tmp_path: Path) -> None:
+def test_attack(attack: Callable[[Jail, Path], None], jail: Jail, tmp_path: Path) -> None:
     """A policy finds what pays: each attack would be worth a reward of 1.0, or the machine, without the jail."""
     threads = threading.active_count()
-    assert attack(jail, tmp_path)
+    attack(jail, tmp_path)
     assert left() == [] and threading.active_count() == threads
 
 
@@ -548,10 +506,3 @@ def test_a_jail_that_shows_more_than_it_should_is_none(monkeypatch: pytest.Monke
         leaky.start("probe", None, None),
     ):
         pass
-
-
-if __name__ == "__main__":
-    print("| attack | outcome |\n|---|---|")
-    for one in ATTACKS:
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"| {one.__name__.replace('_', ' ')}: {one.__doc__} | {one(find_jail(), Path(folder))} |")
