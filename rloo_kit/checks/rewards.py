@@ -61,9 +61,7 @@ def find_reward_faults(
         scores.append(called)
     if "environments" in (row or {}):  # it is the same for all made-up completions, and may decide their rewards
         return faults
-    return faults + _find_no_signal(
-        scores, [entry.weight for entry in run.rewards], [entry.name for entry in run.rewards]
-    )
+    return faults + _find_no_signal(scores, run)
 
 
 def _start_episode(
@@ -222,22 +220,23 @@ def _try_reward(
     return None if isinstance(inner, CodeReward) else values  # none of them is code
 
 
-def _find_no_signal(scores: list[list[float | None] | None], weights: list[float], names: list[str]) -> list[Problem]:
+def _find_no_signal(scores: list[list[float | None] | None], run: RunConfig) -> list[Problem]:
     """A warning if rewards do not distinguish completions; none if those of one are not known."""
     # Not an error: the row may belong to no reward's task, and a reward of the user's may give all of these nothing.
-    known = [one for one in scores if one is not None]
+    known = [values for values in scores if values is not None]
     if not known or len(known) < len(scores):
         return []
-    sums = [weighted_sum(values, weights) for values in zip(*known, strict=True)]
-    listed, right = ", ".join(names), "the gold answer" if answer_reward_of(names) else "an answer"
-    if all(one is None for one in sums):
-        paid = ", ".join(name for name, weight in zip(names, weights, strict=True) if weight)
+    names = [entry.name for entry in run.rewards]
+    sums = [weighted_sum(values, [entry.weight for entry in run.rewards]) for values in zip(*known, strict=True)]
+    if all(value is None for value in sums):
+        paid = ", ".join(entry.name for entry in run.rewards if entry.weight)
         found = f"rewards: none of {paid} scored any made-up completion of the first row (all returned None)"
         fix = "check data.answer_column and the columns that they read"
         return [Problem("rewards", found, fix, level="warning")]
     value = sums[0]
     if value is None or len(set(sums)) > 1 or (value <= 0 and not REGISTRY.keys() >= set(names)):
         return []
-    found = f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
+    right = "the gold answer" if answer_reward_of(names) else "an answer"
+    found = f"rewards: {', '.join(names)} give {value:g} to {right}, to an empty completion, to a truncated one and to "
     found += "nonsense alike, on the first row; what earns the same teaches nothing"
     return [Problem("rewards", found, level="warning")]
