@@ -110,8 +110,7 @@ def read_workload(
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * processes,
     )
-    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
-    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
+    if model.name.endswith(DYNAMIC_ENDING):
         return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
     return work
 

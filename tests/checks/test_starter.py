@@ -220,7 +220,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "there already": (
         ["--data", "sums.csv", "--yes", "--output", "mine.yaml"], "mine_rewards.py: there already; --overwrite"),
     "too large": (
-        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], "use --model embedded/thinking"),
+        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], "use --model embedded/th"),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }  # fmt: skip
 
