@@ -11,7 +11,7 @@ from rloo_kit.data.gym import require_library
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
 from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
-from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
+from rloo_kit.rewarding.guard import guard, is_async, log_names
 from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
 from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
 from rloo_kit.rewarding.score import make_columns, score
@@ -32,53 +32,53 @@ HOSTILE = f"{THINK_END}{THINK_END}\\boxed{{{{\\frac{{1}}{{0}}${'9' * 400}\x00\uf
 
 
 def find_reward_faults(
-    run: RunConfig,
-    tokenizer: Any | None,
-    thinking: bool,
-    row: dict[str, Any] | None,
-    reward_funcs: Sequence[Any] | None = None,
+    run: RunConfig, tokenizer: Any | None, thinking: bool, row: dict[str, Any] | None
 ) -> list[Problem]:
-    """Problems of `run.rewards`, which are built, called and closed, or of `reward_funcs`, which are built already.
+    """Problems of `run.rewards`, which are built, called and closed.
 
     Args:
         tokenizer: None if it is not on this machine yet: then names are checked and the user's functions imported.
         row: of the training data, with its rendered `prompt`; None if it cannot be read: then nothing is called.
     """
     faults: list[Problem] = []
-    names = [entry.name for entry in run.rewards] if reward_funcs is None else list(map(reward_name, reward_funcs))
+    made: dict[str, Completion] = {}
+    if row is not None and tokenizer is not None:
+        row, can_start = _start_episode(run, tokenizer, thinking, row, faults)
+        made = _make_completions(run, tokenizer, thinking, row) if can_start else {}
     scores: list[list[float | None] | None] = []
-    is_called = row is not None and tokenizer is not None
-    toolbox = open_toolbox(run) if is_called else None
-    if row is not None and toolbox is not None and toolbox.environment is not None:
-        (started,) = toolbox.reset([0], [row])
-        if started.kind == "failed":
-            found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
-            faults.append(Problem("tools", f"{found} ({', '.join(row)}): {started.detail}"))
-            is_called = False
-        else:
-            with catching("tools", faults):
-                form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
-                form.observe(row, started.content, toolbox.max_prompt_length)
-            row = row | {"environments": toolbox.environments()[0]}
-    made = _make_completions(run, tokenizer, thinking, row) if is_called and row is not None else {}
-    for index, name in enumerate(names):
-        key, reward, called = f"rewards.{index}", reward_funcs and reward_funcs[index], None
-        if reward_funcs is None:
-            with catching("rewards", faults):
-                reward = _build(run, tokenizer, index, key)
-                _check_judge(f"{key}.params", reward, run, row)
+    for index, entry in enumerate(run.rewards):
+        key, reward, called = f"rewards.{index}", None, None
+        with catching("rewards", faults):
+            reward = _build(run, tokenizer, index, key)
+            _check_judge(f"{key}.params", reward, run, row)
         try:
             if reward is not None and made:
-                where = f"{key}.name '{name}'" if reward_funcs is None else f"{key} '{name}'"
-                called = _try_reward(run, reward, where, made, faults)
+                called = _try_reward(run, reward, f"{key}.name '{entry.name}'", made, faults)
         finally:
-            if reward is not None and reward_funcs is None:
+            if reward is not None:
                 close_worker(reward)
         scores.append(called)
     if "environments" in (row or {}):  # it is the same for all made-up completions, and may decide their rewards
         return faults
-    weighted = run.rewards if reward_funcs is None else reward_funcs
-    return faults + _find_no_signal(scores, [getattr(one, "weight", 1.0) for one in weighted], names)
+    return faults + _find_no_signal(scores, run)
+
+
+def _start_episode(
+    run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any], faults: list[Problem]
+) -> tuple[dict[str, Any], bool]:
+    """The row, with an environment that has started with it if the run has one, and whether that could start."""
+    toolbox = open_toolbox(run)
+    if toolbox is None or toolbox.environment is None:
+        return row, True
+    (started,) = toolbox.reset([0], [row])
+    if started.kind == "failed":
+        found = f"rloo.environment: {toolbox.environment} cannot start an episode with the first row"
+        faults.append(Problem("tools", f"{found} ({', '.join(row)}): {started.detail}"))
+    else:
+        with catching("tools", faults):
+            form = ToolFormat(tokenizer, thinking, run.model.name, **template_options(run))
+            form.observe(row, started.content, toolbox.max_prompt_length)
+    return row | {"environments": toolbox.environments()[0]}, started.kind != "failed"
 
 
 def _make_completions(run: RunConfig, tokenizer: Any, thinking: bool, row: dict[str, Any]) -> dict[str, Completion]:
@@ -188,8 +188,6 @@ def _try_reward(
 ) -> list[float | None] | None:
     """A reward's values of all completions; None if it was not called, or, with a fault, cannot score all of them."""
     inner = getattr(reward, "reward", reward)
-    if isinstance(inner, RewardModel) and (fault := find_model_fault(inner.model)):
-        faults.append(Problem("rewards", f"{name}: {fault}"))
     is_left_out = isinstance(inner, RewardModel | EnvironmentReward) or hasattr(inner, "forward")
     if is_left_out or not callable(inner) or is_async(inner):
         return None  # it would load weights, it scores what has been played, or only a trainer can await it
@@ -221,22 +219,23 @@ def _try_reward(
     return None if isinstance(inner, CodeReward) else values  # none of them is code
 
 
-def _find_no_signal(scores: list[list[float | None] | None], weights: list[float], names: list[str]) -> list[Problem]:
+def _find_no_signal(scores: list[list[float | None] | None], run: RunConfig) -> list[Problem]:
     """A warning if rewards do not distinguish completions; none if those of one are not known."""
     # Not an error: the row may belong to no reward's task, and a reward of the user's may give all of these nothing.
-    known = [one for one in scores if one is not None]
+    known = [values for values in scores if values is not None]
     if not known or len(known) < len(scores):
         return []
-    sums = [weighted_sum(values, weights) for values in zip(*known, strict=True)]
-    listed, right = ", ".join(names), "the gold answer" if answer_reward_of(names) else "an answer"
-    if all(one is None for one in sums):
-        paid = ", ".join(name for name, weight in zip(names, weights, strict=True) if weight)
+    names = [entry.name for entry in run.rewards]
+    sums = [weighted_sum(values, [entry.weight for entry in run.rewards]) for values in zip(*known, strict=True)]
+    if all(value is None for value in sums):
+        paid = ", ".join(entry.name for entry in run.rewards if entry.weight)
         found = f"rewards: none of {paid} scored any made-up completion of the first row (all returned None)"
         fix = "check data.answer_column and the columns that they read"
         return [Problem("rewards", found, fix, level="warning")]
     value = sums[0]
     if value is None or len(set(sums)) > 1 or (value <= 0 and not REGISTRY.keys() >= set(names)):
         return []
-    found = f"rewards: {listed} give {value:g} to {right}, to an empty completion, to a truncated one and to "
+    right = "the gold answer" if answer_reward_of(names) else "an answer"
+    found = f"rewards: {', '.join(names)} give {value:g} to {right}, to an empty completion, to a truncated one and to "
     found += "nonsense alike, on the first row; what earns the same teaches nothing"
     return [Problem("rewards", found, level="warning")]

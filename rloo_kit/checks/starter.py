@@ -24,9 +24,8 @@ from rloo_kit.data.load import comparable_text
 from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_data_file
 from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
+from rloo_kit.plan.planner import find_machine, plan_vram
 from rloo_kit.plan.shapes import BNB_ENDING
-from rloo_kit.plan.speed import describe_step
 from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 from rloo_kit.runs.files import write_text
@@ -184,10 +183,9 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTab
 
 
 class Fitted(NamedTuple):
-    """The templates' values, the run and the memory plan that they give. `fits`: with enough completions at once."""
+    """The templates' values and the memory plan that they give. `fits`: with enough completions at once."""
 
     values: dict[str, Any]
-    run: RunConfig
     plan: VramPlan
     fits: bool
 
@@ -227,13 +225,11 @@ def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None
             return found
     assert found is not None  # the shortest
     machine, length = found.plan.machine, found.values["completion_length"]
-    others = (one for one in (FOR_GPU if machine.on_cuda else FOR_CPU) if one != model)
-    other = next((one for one in others if any(two.fits for two in _candidates(one, file, table, gpu_gib))), None)
-    instead = f"--model {other} fits" if other else "no model of the shipped configs fits"
+    smaller = suggest_model(table, gpu_gib)
     raise ConfigError(
         f"--model {model} takes {found.plan.peak_gib:.1f} GiB with completions of {length} tokens, one at a time, "
-        f"more than the {machine.usable_gib:.1f} GiB of {machine.name}; {instead}, or use --gpu-gib 24 to "
-        "write the file for a GPU with 24 GiB"
+        f"more than the {machine.usable_gib:.1f} GiB of {machine.name}; use --model {smaller}, or "
+        "--gpu-gib 24 to write the file for a GPU with 24 GiB"
     )
 
 
@@ -271,7 +267,7 @@ def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | Non
         except ValidationError as error:  # for example the model's name
             raise ConfigError(explain_errors(error, RunConfig)) from None
         plan = plan_vram(run, gpu_gib)
-        yield Fitted(values, run, plan, plan.fits and plan.rows >= min(rows, plan.completions))
+        yield Fitted(values, plan, plan.fits and plan.rows >= min(rows, plan.completions))
 
 
 # ------------------------------------------------------------------------------------------------ the files
@@ -320,9 +316,7 @@ def write_starter(
     if long and not table.are_numbers:
         advice = f"put the bare answer into '{table.answer_column}', or change the reward in {reward}"
         lines.append(f"answers are sentences, as {excerpt(long, 60)}; only the same words are right: {advice}")
-    if not plan.machine.on_cuda and not found.values["is_embedded"]:
-        lines.append(describe_step(found.run, read_workload(found.run, plan.machine)))
-    elif plan.step:
+    if plan.step:
         lines.append(str(plan.step))
     if plan.no_gpu is not None:
         lines.append("--gpu-gib 8 writes the file for a GPU with 8 GiB")

@@ -49,7 +49,7 @@ class Workload:
         enforce_eager: vLLM without CUDA graphs. vllm_bytes: vLLM's share of the GPU if the file sets it.
         keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
             step before a rollout frees them.
-        unknown_bytes: of layers that a dynamic 4-bit copy may keep in 16 bit.
+        unknown_bytes: of layers that Unsloth's dynamic 4-bit copies keep in 16 bit, at most.
     """
 
     shape: ModelShape
@@ -116,12 +116,10 @@ def nf4_bytes(weights: int) -> int:
 
 def body_bytes(work: Workload) -> int:
     """The matrices of the layers."""
-    total = 0
-    for layer in range(work.shape.num_layers):
-        for name, (rows, columns) in work.shape.matrices.items():
-            is_packed = work.four_bit and not work.shape.is_kept(f"model.layers.{layer}.{name}")
-            total += nf4_bytes(rows * columns) if is_packed else rows * columns * work.weight_bytes
-    return total
+    shape = work.shape
+    if not work.four_bit:
+        return shape.body_weights * work.weight_bytes
+    return shape.num_layers * sum(nf4_bytes(rows * columns) for rows, columns in shape.matrices.values())
 
 
 def table_bytes(work: Workload) -> int:

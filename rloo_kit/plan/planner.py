@@ -27,7 +27,7 @@ from rloo_kit.plan.parts import (
     unmeasured_gib,
 )
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
-from rloo_kit.plan.speed import describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
+from rloo_kit.plan.speed import find_gpu, hours_on_cpu, run_time, step_completions
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Remedy, VllmPlan, VramPlan
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
@@ -109,8 +109,7 @@ def read_workload(
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * processes,
     )
-    # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
-    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
+    if model.name.endswith(DYNAMIC_ENDING):
         return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
     return work
 
@@ -247,12 +246,11 @@ def plan_vram(
     peak, part = max((rollout, "rollout"), (training, "training"))
     no_gpu = None
     if not machine.on_cuda and work.shape.num_weights > MOST_WEIGHTS:
-        hours = (run.rloo.max_steps or 1) * step_on_cpu_s(run, work) / 3600
         no_gpu = Problem(
             "machine",
-            f"No GPU: {run.model.name} has {work.shape.size}, and {describe_step(run, work)}",
+            f"No GPU: {run.model.name} has {work.shape.size}, and a step takes minutes to hours on a CPU",
             f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {_instead(machine)}",
-            level="error" if hours > MOST_HOURS or peak > limit else "warning",
+            level="error" if hours_on_cpu(run, work) > MOST_HOURS or peak > limit else "warning",
         )
     gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and work.engine != "server" else None
     return VramPlan(

@@ -6,7 +6,6 @@ Source of the tables: the models' own `config.json`; the 2507 models share the s
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,7 @@ class ModelShape:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
         is_hybrid: Qwen3.5, three of four layers of which are delta nets: counted from above, as gated attention.
         has_kernels: Unsloth has kernels for this type.
-        is_quantised: the checkpoint has 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
-        source: where the shape was read, for display.
+        is_quantised: the checkpoint has 4-bit weights. source: where the shape was read, for display.
     """
 
     hidden_size: int
@@ -53,7 +51,6 @@ class ModelShape:
     is_hybrid: bool = False
     has_kernels: bool = True
     is_quantised: bool = False
-    kept: tuple[str, ...] = ()
     source: str = "given"
 
     @property
@@ -112,13 +109,6 @@ class ModelShape:
     def cache_elements(self) -> int:
         """Elements of the KV cache for one token."""
         return 2 * self.num_layers * self.kv_size
-
-    def is_kept(self, module: str) -> bool:
-        """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
-
-        As in transformers 5: a pattern matches from the start, or the name ends with it.
-        """
-        return any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.kept)
 
 
 def _qwen3_5(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
@@ -222,7 +212,6 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         is_hybrid=kind == "qwen3_5",
         has_kernels=kind in HAS_KERNELS,
         is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
-        kept=tuple(one.replace(".language_model", "") for one in quantisation.get("llm_int8_skip_modules") or ()),
         source=source,
     )
 

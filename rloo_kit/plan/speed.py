@@ -1,13 +1,10 @@
-"""Hours of a run before it starts: on a GPU from the bytes that a token moves, on a CPU from its operations.
+"""Hours of a run on a GPU before it starts, from the bytes that a token moves.
 
 Computed, not measured: `rloo-kit preflight` measures. docs/plan.md compares the formula with an H100.
 """
 
-import os
 import re
-import timeit
 from dataclasses import dataclass, replace
-from functools import cache
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token
@@ -23,7 +20,7 @@ FUSED_ROWS = 32  # above which bitsandbytes unpacks a 4-bit matrix; Unsloth's `g
 TRAINING_FLOPS = 6  # per weight and token: forward, forward again (checkpointing), backward through frozen weights
 TRAINING_SHARE = 0.18  # of the GPU's rate: an H100 in passes of 26,000 tokens, and 0.10 in passes of 9,000
 CPU_FLOPS = 8  # per weight and token of a whole step: 2 sample it, 6 train on it
-CPU_SHARE = 0.9  # of the speed of large products in float32 (SmolLM2-135M, 64 completions of 24 and 64 tokens)
+CPU_SPEED = 2e11  # operations a second of a few cores in float32
 
 
 @dataclass(frozen=True)
@@ -133,39 +130,12 @@ def training_s(work: Workload, tokens: float, gpu: GpuSpeed) -> float:
     return flops * work.shape.num_weights * tokens / (TRAINING_SHARE * gpu.tflops * 1e12)
 
 
-# ------------------------------------------------------------------------------------------ on a CPU
-
-
 def step_completions(run: RunConfig) -> int:
     """Completions per optimizer step in this process."""
     return run.rloo.per_device_train_batch_size * run.rloo.gradient_accumulation_steps
 
 
-def describe_step(run: RunConfig, work: Workload) -> str:
-    """Time of a step and of all steps on this machine's CPU, in words."""
-    seconds, steps = step_on_cpu_s(run, work), run.rloo.max_steps or 1
-    whole = f"{steps} of them {_in_words(steps * seconds)} (computed from their speed, timed just now)"
-    return f"on {os.cpu_count() or 1} CPU cores a step takes about {_in_words(seconds)}, {whole}"
-
-
-def _in_words(seconds: float) -> str:
-    """In the largest unit that gives at least 2."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def step_on_cpu_s(run: RunConfig, work: Workload) -> float:
-    """Seconds of a step on this machine's CPU at full length; a prompt is computed once for its group."""
+def hours_on_cpu(run: RunConfig, work: Workload) -> float:
+    """Hours of all steps on a CPU of usual speed, at full length; a prompt is computed once for its group."""
     tokens = step_completions(run) * (work.completion_tokens + work.prompt_tokens / work.num_generations)
-    return CPU_FLOPS * work.shape.num_weights * tokens / (CPU_SHARE * matrix_flops())
-
-
-@cache
-def matrix_flops() -> float:
-    """Operations a second of a product of two matrices on this machine's cores, in float32; the best of three."""
-    import numpy
-
-    matrix = numpy.ones((1024, 1024), numpy.float32)
-    return 2 * len(matrix) ** 3 / min(timeit.repeat(lambda: matrix @ matrix, repeat=3, number=1))
+    return (run.rloo.max_steps or 1) * CPU_FLOPS * work.shape.num_weights * tokens / CPU_SPEED / 3600

@@ -1,4 +1,4 @@
-"""The whole preflight: the checks without the model, then a probe rollout and optimizer steps at full length with it.
+"""What a preflight does with the model: a probe rollout, and optimizer steps at full length.
 
 It changes nothing in the run: `train` afterwards gives the same weights as without a preflight.
 """
@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 
-from rloo_kit.checks.faults import find_place_faults
 from rloo_kit.checks.preflight_result import Measures, Preflight
-from rloo_kit.checks.rewards import find_reward_faults
-from rloo_kit.collective import share
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.training import check_sampling
@@ -28,30 +24,23 @@ from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe
 from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
-from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
+from rloo_kit.system.processes import is_distributed, keep_random_numbers, say
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:
     """Check whether a run can learn as configured, in about the time of a rollout: GO, or NO-GO with every problem.
 
     Samples and judges a few groups of training prompts as the run does and takes optimizer steps at full length. Then
-    restores weights, random numbers and files. With several processes, only the checks that need no model run.
+    restores weights, random numbers and files. `kit.check(run)` finds what needs no model. For one process.
 
     Args:
         run: a `RunConfig`. policy: from `load_policy`. data: from `load_data`. reward_funcs: from `build_rewards`.
     """
     started = time.monotonic()
     faults: list[Problem] = []
-    if is_main_process():  # in the given data and rewards, which may differ from those that the run names
-        if len(data.train):
-            thinking = thinks(policy.family, run.model.enable_thinking)
-            faults += find_reward_faults(run, policy.tokenizer, thinking, data.train[0], reward_funcs)
-        faults += find_place_faults(run)
-    faults = share(faults)
     if is_distributed():
         text = "the probe is for one process: run rloo-kit preflight without --launch"
-        faults.append(Problem("rollout", text, level="warning"))
-        return Preflight(run.run.name or "", tuple(faults), None, time.monotonic() - started)
+        return Preflight(run.run.name or "", (Problem("rollout", text, level="warning"),))
     first, most = (len(draw_rows(run, data.train, times)) // run.rloo.num_generations for times in (1, WIDER))
     wider = f" ({most} prompts if few groups have a signal or no answer is right)" if most > first else ""
     text = f"{first} prompts x {run.rloo.num_generations} completions{wider}, then steps at full length"
@@ -65,17 +54,14 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
 
     with redirect_stdout(io.StringIO()), leave_untouched(policy):
-        tools_fail, known = any(fault.name == "tools" for fault in faults), len(faults)
         with catching("data", faults):
             run.check_prompts(len(data.train))
         with catching("rollout", faults):
             check_sampling(hidden, policy)
-        if len(faults) == known and not tools_fail:
-            probe, is_named = None, any(fault.name == "rewards" for fault in faults)
-            found: list[Problem] = []
-            with catching("rollout", found):
-                probe = run_probe(hidden, policy, data, reward_funcs, found, measures, tell)
-            faults += [fault for fault in found if fault.name != "rewards" or not is_named]
+        if not faults:
+            probe = None
+            with catching("rollout", faults):
+                probe = run_probe(hidden, policy, data, reward_funcs, faults, measures, tell)
             gradient_s = None
             try:
                 gradient_s = try_steps(hidden, policy, measures, faults, tell)

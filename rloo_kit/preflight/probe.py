@@ -39,7 +39,7 @@ LONG_TOKENS = 4096  # limit of the search for a length that the thinking fits in
 ROOM = 1.25  # factor on the longest of a few completions
 # Mean gap between sampler and trainer, nats per token. Rounding alone gives about 1e-6 in float32, 0.002 in float16 and
 # 0.01 in bfloat16 and 4 bit (docs/metrics.md); ten times that or more means two policies.
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+GAP_FLOAT32, GAP = 1e-3, 0.1
 FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
 SHOWN = 160  # characters of a message in the episode that is shown
@@ -77,7 +77,7 @@ def run_probe(
                 describe_probe(run, policy, probe, measures)
             tell(f"log-probs of {len(probe.batch)} completions, compared with the sampler's")
             measures.logp_gap = measure_gap(trainer, probe)
-            faults += find_logp_faults(trainer, measures)
+            faults += find_logp_faults(trainer, measures.logp_gap)
             if is_short(measures):
                 tell("thinking is cut off: one completion per prompt at the model's full length shows how long it is")
             faults += find_rollout_faults(run, policy, trainer, probe, measures)
@@ -343,25 +343,20 @@ def measure_gap(trainer: RLOOTrainer, probe: Probe) -> float | None:
     return gap / tokens if tokens else None
 
 
-def find_logp_faults(trainer: RLOOTrainer, measures: Measures) -> Iterator[Problem]:
-    """Problems if sampler and trainer differ when a run begins."""
-    sampler = trainer.rloo.sampler.engine
+def find_logp_faults(trainer: RLOOTrainer, gap: float | None) -> Iterator[Problem]:
+    """A problem if sampler and trainer differ when a run begins."""
     model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.rloo.settings
-    gap = measures.logp_gap
-    dtype = torch.float32  # the coarsest number format that the policy computes in; 4 bit counts as bfloat16
-    if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
-        dtype = torch.bfloat16
-    elif trainer.args.fp16 or model.dtype == torch.float16:
-        dtype = torch.float16
-    limit, name = TOLERANCES[dtype], str(dtype).removeprefix("torch.")
-    if gap is not None and not gap <= limit and not settings.filters.active:
-        engine = sampler.name
-        other = "model.dtype=float32" if engine == "generate" else "rollout.engine=generate"
-        fix = f"set rloo.sampler_correction=token, or {other}"
-        if settings.sampler_correction != "none":
-            fix = f"rloo.sampler_correction={settings.sampler_correction} corrects for it; {other} avoids it"
-        if math.isnan(gap):
-            fix = "set model.dtype=float32"
-        found = f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
-        level = "error" if settings.sampler_correction == "none" or math.isnan(gap) else "warning"
-        yield Problem("log-probs", f"{found}{limit:g} for {name}: two policies", fix, level=level)
+    is_narrow = trainer.args.bf16 or trainer.args.fp16 or model.dtype != torch.float32
+    is_exact = not is_narrow and not getattr(model, "is_loaded_in_4bit", False)
+    limit, name = (GAP_FLOAT32, "float32") if is_exact else (GAP, "16 and 4 bit")
+    if gap is None or gap <= limit or settings.filters.active:
+        return
+    engine, correction = trainer.rloo.sampler.engine.name, settings.sampler_correction
+    fix = "set rloo.sampler_correction=token, or rollout.engine=generate"
+    if correction != "none":
+        fix = f"rloo.sampler_correction={correction} corrects for it; rollout.engine=generate avoids it"
+    if math.isnan(gap):
+        fix = "set model.dtype=float32"
+    found = f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "
+    level = "error" if correction == "none" or math.isnan(gap) else "warning"
+    yield Problem("log-probs", f"{found}{limit:g} for {name}: two policies", fix, level=level)

@@ -123,7 +123,6 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
     assert run.rloo.learning_rate == shipped.rloo.learning_rate
     assert run.rloo.max_completion_length <= 64 and run.rloo.thinking_budget is None and plan_vram(run).fits
     assert run.rewards[1].params == {"find": "last_number"}
-    assert re.search(r"CPU cores a step takes about \d+ (s|min), 40 of them \d+ (min|h)", printed), printed
     for file in folder.glob("*words*.[py]*"):
         assert not re.search("think", file.read_text(), re.I), f"{file.name} speaks of thinking"
     assert run_test("test_words_rewards.py") == 4
@@ -221,7 +220,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "there already": (
         ["--data", "sums.csv", "--yes", "--output", "mine.yaml"], "mine_rewards.py: there already; --overwrite"),
     "too large": (
-        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], f"--model {THINKING} fits"),
+        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], "use --model embedded/th"),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from rloo_kit import load_config, plan_vram
 from rloo_kit.cli import app
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan import planner, speed
+from rloo_kit.plan import planner
 from rloo_kit.plan.parts import rollout_gib, unmeasured_gib
 from rloo_kit.plan.planner import ON_CPU, ON_GPU, find_machine, find_machine_problem, fitting_config, read_workload
 from rloo_kit.plan.shapes import find_shape
@@ -46,25 +46,22 @@ def test_an_unknown_model_is_refused_with_what_to_do() -> None:
 
 
 def test_a_file_in_the_cache_wins_over_the_table(tmp_path: Path) -> None:
-    """It knows which layers a quantised checkpoint keeps in 16 bit; the cache is read as files, without the library."""
-    name = "unsloth/Qwen3-4B-unsloth-bnb-4bit"
+    """Of the branch main; the cache is read as files, without the library."""
+    name = "Qwen/Qwen3-4B"
     config = {
         "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "tie_word_embeddings": True,
-        "quantization_config": {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]},
     }  # fmt: skip
-    before = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
-    for commit, layers in (("old", 1), ("new", 36), ("other", 2)):
-        folder = tmp_path / "hub" / "models--unsloth--Qwen3-4B-unsloth-bnb-4bit" / "snapshots" / commit
+    before = shape_named(name)
+    for commit, layers in (("old", 1), ("new", 35), ("other", 2)):
+        folder = tmp_path / "hub" / "models--Qwen--Qwen3-4B" / "snapshots" / commit
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     (folder.parents[1] / "refs").mkdir()
     (folder.parents[1] / "refs" / "main").write_text("new")
-    after = plan_vram(load_config(THINKING, model={"name": name}), gpu_gib=12)
-    kept = 3 * 2560 * 9728 * (2 - 0.516) / 2**30
-    assert after.training_gib - before.training_gib == pytest.approx(kept, rel=0.01)
-    assert before.margin_gib > 0.1 * before.peak_gib > after.margin_gib, "which layers is known now"
+    after = shape_named(name)
+    assert (before.num_layers, after.num_layers) == (36, 35) and after.source.endswith("config.json")
 
 
 def test_folders_of_models_and_adapters(tiny_folder: Path, tmp_path: Path) -> None:
@@ -268,24 +265,6 @@ def test_the_exit_code_is_1_where_it_does_not_fit_alone(monkeypatch: pytest.Monk
         done = CliRunner().invoke(app, ["plan", *small, "--json"])
         assert json.loads(done.stdout)["verdict"] == verdict
         assert done.exit_code == (1 if verdict == "does not fit" else 0), done.stdout
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_the_bound_is_where_steps_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound passes what a CPU trains in an evening and refuses what takes it a month. With a constant for a core's
-    speed, `init` promised 12 s a step on a machine where it took 49. Measured on one core of that machine, which
-    multiplies at 70 GFLOPS: a step of 64 completions, 12 s to sample 24 tokens and 5 s to train a quarter of the groups
-    (so 32 s with a signal in all), and 88 s of 64 tokens."""
-    monkeypatch.setattr(speed, "matrix_flops", lambda: 70e9)
-    for tokens, prompt, took in ((24, 64, 32), (64, 128, 88)):
-        words = [f"rloo.max_completion_length={tokens}", "rloo.per_device_train_batch_size=64"]
-        words += ["model.name=smollm2/instruct", "model.max_seq_length=224", f"data.max_prompt_length={prompt}"]
-        run = load_config(SMALL, *words)
-        work = read_workload(run, planner.find_machine())
-        seconds = speed.step_on_cpu_s(run, work)
-        assert seconds == pytest.approx(took, rel=0.25)
-        said = speed.describe_step(run, work)
-        assert f"{seconds:.0f} s, 50 of them" in said and "timed just now" in said, "a busy machine is slower"
 
 
 def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,6 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
         assert found.measures.pass_rate == rate and ("rloo-kit sft" in fault.text) == (rate == 0)
         assert found.measures.prompts == 16, "drawn again before it is refused"
     assert name != "a reward that fails" or found.measures.rewards["failing"].failed == 32
-    assert any("teaches nothing" in one.text for one in found.warnings) == (name == "a reward that always pays")
 
 
 @pytest.mark.parametrize(("rate", "weight", "is_named"), [(0.0, 0.2, True), (0.1, 0.2, False), (0.0, 0.0, False)])
@@ -441,5 +440,5 @@ def test_a_gap_of_nan_is_a_fault():
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     args = SimpleNamespace(bf16=False, fp16=False)
     trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
-    (fault,) = find_logp_faults(trainer, Measures(logp_gap=float("nan")))
+    (fault,) = find_logp_faults(trainer, float("nan"))
     assert fault.level == "error" and fault.key == "model.dtype"

@@ -48,15 +48,6 @@ def test_a_model_that_calls_nothing_is_named(tmp_path):
     assert "World" in found.measures.rewards, "its own reward is judged"
 
 
-def test_an_environment_that_cannot_start_is_an_error(tmp_path):
-    """Every episode would begin with a failure, and the run would stop at its third rollout."""
-    run, policy, data, rewards = prepare(tmp_path, environment=f"{WORLD}:World")
-    data.train = data.train.remove_columns("answer").add_column("answer", ["many"] * len(data.train))
-    found = kit.check_preflight(run, policy, data, rewards)
-    assert [fault.name for fault in found.errors] == ["tools"]
-    assert "World cannot start" in found.errors[0].text and "world.py" in found.errors[0].text
-
-
 SCRIPT = [
     ["I add." + call("add", a=2, b=3), "So</think>\n\n5"],
     ["</think>\n\n4"],
