@@ -74,7 +74,7 @@ SECONDS_BETWEEN_REPORTS = 10.0
 
 
 def check_names(name: str, vocabulary: str) -> None:
-    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@sorting`) or vocabulary."""
+    """Raises ConfigError if there is no such embedded model (`thinking`, `thinking@subtraction`) or vocabulary."""
     if problem := find_embedded_problem(name):
         raise ConfigError(problem)
     if vocabulary not in ROWS:
@@ -93,8 +93,7 @@ def token_ids(vocabulary: str) -> dict[str, int]:
 
 
 def build_tokenizer(name: str = "thinking", vocabulary: str = "compact") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, instruct, thinking@sorting) and `vocabulary` (compact
-    or qwen3); raises ConfigError for any other.
+    """A `Qwen2Tokenizer` for the embedded model `name` and `vocabulary`; raises ConfigError for any other.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """

@@ -158,7 +158,8 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"steps": 3}, {"name": "instruct"}, {"vocabulary": "qwen3"}, {"name": "thinking@sorting"}]
+    "change",
+    [{"seed": 1}, {"steps": 3}, {"name": "instruct"}, {"vocabulary": "qwen3"}, {"name": "thinking@subtraction"}],
 )
 def test_other_content_is_another_entry(built, change, monkeypatch):
     """Another seed, kind, vocabulary or length of the cold start is another model."""
@@ -174,7 +175,6 @@ FINGERPRINTS = {
     "instruct": (1, "87aae49a02f0"),
     "thinking@addition": (2, "67001b9c4676"),
     "thinking@subtraction": (2, "5d8c719639c1"),
-    "thinking@sorting": (2, "7353bc489d78"),
     "thinking@checked_addition": (2, "1a0c1c8382f5"),
     "thinking@chain_sum": (2, "d69e77f776fe"),
 }
@@ -222,7 +222,7 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers, 
     ("arguments", "message"),
     [
         ({"name": "thinking@dance"}, "no task family 'dance': take addition, subtraction"),
-        ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
+        ({"name": "instruct@subtraction"}, "only embedded/thinking@subtraction takes"),
         ({"vocabulary": "large"}, "model.vocabulary is 'large'; the embedded model has compact and qwen3"),
         ({"steps": 0}, "steps=0: the cold start needs at least 1 step"),
     ],
@@ -248,8 +248,10 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last output:\nno memory"):
         build(report=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
-    with pytest.raises(SetupError, match="cold start of embedded/thinking@sorting ended .*code 3; `rloo-kit doctor`"):
-        build("thinking@sorting", report=lambda line: None)
+    with pytest.raises(
+        SetupError, match="cold start of embedded/thinking@subtraction ended .*code 3; `rloo-kit doctor`"
+    ):
+        build("thinking@subtraction", report=lambda line: None)
 
 
 def test_ctrl_c_ends_the_cold_start(tmp_path, monkeypatch):
