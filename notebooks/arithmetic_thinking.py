@@ -62,8 +62,8 @@ print(kit.setup_environment())
 # %% [markdown]
 # ### What to try here
 #
-# - `overrides = "model.name=embedded/thinking@sorting data.source=embedded/sorting"`: another task. There is
-#   also `subtraction`; a file of your own makes a fourth.
+# - `overrides = "model.name=embedded/thinking@subtraction data.source=embedded/subtraction"`: another task.
+#   A file of your own makes a third.
 # - `num_generations = 2`, then `16`: a step has 128 completions in either case. What changes is
 #   `frac_score_zero_std`, the share of groups that teach nothing, and the number of prompts per step.
 # - `beta = 0.05`: the KL is measured and drawn. Thinking is short here, so the penalty is small and the gain the same.

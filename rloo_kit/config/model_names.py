@@ -10,7 +10,7 @@ from typing import Any
 from rloo_kit.system.environment import cache_folder
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "sorting", "checked_addition", "chain_sum")  # in data/tasks.py
+FAMILIES = ("addition", "subtraction", "checked_addition", "chain_sum")  # in data/tasks.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
@@ -31,8 +31,8 @@ _BY_DEFAULT = re.compile(r"^(smollm3|qwen3(\.\d+)?)-(?!(0\.8|2)b)\d(?!.*(instruc
 def split_model_name(name: str) -> tuple[str, str]:
     """Kind and family of an embedded model; the prefix is optional.
 
-    >>> split_model_name("embedded/thinking@sorting"), split_model_name("instruct")
-    (('thinking', 'sorting'), ('instruct', 'addition'))
+    >>> split_model_name("embedded/thinking@subtraction"), split_model_name("instruct")
+    (('thinking', 'subtraction'), ('instruct', 'addition'))
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     return kind, family or DEFAULT_FAMILY
@@ -46,8 +46,8 @@ def smollm2_folder(name: str) -> Path:
 def find_embedded_problem(name: str) -> str | None:
     """Why no embedded model has that name (prefix optional); None if one does.
 
-    >>> find_embedded_problem("embedded/thinking@sortin")
-    "there is no task family 'sortin': take addition, subtraction, sorting, checked_addition, chain_sum"
+    >>> find_embedded_problem("embedded/thinking@subtraktion")
+    "there is no task family 'subtraktion': take addition, subtraction, checked_addition, chain_sum"
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:

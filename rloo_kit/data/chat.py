@@ -22,12 +22,6 @@ ROLES = ("system", "user", "assistant", "tool")
 THINK_TAGS = (THINK_START, THINK_END)
 # An assistant turn with thinking: at the start, closed once, opened there or by the template.
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
-# What Unicode displays as nothing (default ignorable), and control characters other than white space.
-_INVISIBLE = re.compile(
-    "[\0-\b\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
-    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff]"
-)
 _PUNCTUATION = re.compile(r"(?<![?!.。؟])((?<=[\d)]|\b[a-z])!+(?!!))?[?!.。؟]*(?=[\s<\[]|$)")  # at an end; 5! stays
 # A text that is a whole conversation, as JSON or as Python prints it.
 _TALK = re.compile(
@@ -179,12 +173,10 @@ def render_prompt(
 
 
 def prompt_identity(text: str) -> str:
-    """What distinguishes rendered prompts for a split: the words, without case, Unicode form, invisible characters,
-    white space and the punctuation that ends a sentence."""
-    text = re.sub("[²³¹\u2070-\u207f]+", r"^\g<0>", _INVISIBLE.sub("", text))  # 2³ is 2^3, not 23
-    if not text.isascii():  # as Unicode's caseless matching does
-        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    text = " ".join(_PUNCTUATION.sub(r"\1", text.casefold()).split())
+    """What distinguishes rendered prompts for a split: the words, without case, Unicode form, white space and the
+    punctuation that ends a sentence."""
+    text = unicodedata.normalize("NFC", text).casefold()
+    text = " ".join(_PUNCTUATION.sub(r"\1", text).split())
     return re.sub(r" (?=[<\[])|(?<=[>\]]) ", "", text)  # next to a template's tokens
 
 

@@ -96,7 +96,6 @@ def read_gym(part: Part, start: int) -> DataSource:
         others={GYM_COLUMN: [json.dumps(asked | {"entry": entry}) for entry in entries]},
         places=[f"question {number}" for number in range(1, len(entries) + 1)],
         notes=tuple(notes),
-        rows_left=len(entries) == count,
     )
 
 

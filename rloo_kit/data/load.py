@@ -229,8 +229,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
     require_verifier(run, mixed, "data.sources")
     triples = zip(counts, sources, labels, strict=True)
     shares = ", ".join(f"{count} of the {len(source)} rows of {label}" for count, source, label in triples)
-    limited = sum(counts) == section.num_prompts
-    return replace(mixed, notes=(*mixed.notes, f"the mix has {shares}"), rows_left=limited)
+    return replace(mixed, notes=(*mixed.notes, f"the mix has {shares}"))
 
 
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
@@ -241,7 +240,7 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
         # For a mix at most max_rows, since the other sources supply the rest.
         count = min(wanted, family.max_rows) if run.data.sources else wanted
         made = read_given_rows(make_rows(family, count, SEED, name), Columns())
-        return replace(made, name=part.source, rows_left=wanted < family.max_rows)
+        return replace(made, name=part.source)
     if is_gym(part.source):
         return read_gym(part, FIRST_SEED + part.number * BLOCK)
     if part.source.startswith(LIBRARY):
@@ -269,7 +268,7 @@ def draw_subset(source: DataSource, wanted: int | None, seed: int | str = SEED) 
     if wanted is None or wanted >= len(source):
         return source
     rows = sorted(random.Random(f"draw-{seed}").sample(range(len(source)), wanted))
-    return replace(source.select(rows), rows_left=True)
+    return source.select(rows)
 
 
 def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[int]:

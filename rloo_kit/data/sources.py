@@ -80,7 +80,7 @@ class DataSource:
     Attributes:
         others: lists of N values by column; or a datasets.Dataset of N rows, if one was read.
         places: "line 12", "row 12". notes: sentences on what was changed or left out.
-        rows_left: whether data.num_prompts left rows out. is_mix: from `data.sources`.
+        is_mix: from `data.sources`.
     """
 
     name: str
@@ -89,7 +89,6 @@ class DataSource:
     others: Any
     places: list[str]
     notes: tuple[str, ...] = ()
-    rows_left: bool = False
     is_mix: bool = False
 
     def __len__(self) -> int:
@@ -175,7 +174,7 @@ def read_data_file(path: Path, columns: Columns) -> DataSource:
     malformed row or a missing column."""
     with explained(path):
         if path.suffix.lower() == ".parquet":
-            return _from_arrow(open_parquet(path), str(path), columns)
+            return _from_table(open_parquet(path), str(path), columns)
         rows = list(_text_rows(path, columns.answer))
     return _from_dicts([row for _, row in rows], [f"line {number}" for number, _ in rows], str(path), columns)
 
@@ -255,16 +254,15 @@ def _text_rows(path: Path, answer: str | None = None) -> Iterator[tuple[int, dic
 
 
 def read_given_rows(rows: Any, columns: Columns) -> DataSource:
-    """Rows given in Python: a `datasets.Dataset`, a `pyarrow.Table`, or a list of dicts or of bare prompts (text or
-    messages). Raises DataError for no rows, a row of another type or a missing column."""
-    is_arrow = hasattr(rows, "to_pylist")
-    if hasattr(rows, "column_names") and hasattr(rows, "select"):
-        return (_from_arrow if is_arrow else _from_dataset)(rows, "the dataset", columns)
-    rows = rows.to_pylist() if is_arrow else rows
+    """Rows given in Python: a `datasets.Dataset`, or a list of dicts or of bare prompts (text or messages). Raises
+    DataError for no rows, a row of another type or a missing column."""
+    if hasattr(rows, "features") and hasattr(rows, "select"):
+        return _from_dataset(rows, "the dataset", columns)
     if isinstance(rows, (str, dict)) or hasattr(rows, "columns") or not hasattr(rows, "__iter__"):
         raise DataError(
             f"rows is a {type(rows).__name__}; it takes a list of dicts or of prompts, or a datasets.Dataset (of a "
-            "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'))"
+            "DatasetDict one split, rows['train']; of a pandas table rows.to_dict('records'); of a pyarrow table "
+            "datasets.Dataset(rows))"
         )
     named = (row if isinstance(row, dict) else {columns.prompt: row} for row in rows)
     bare = [{key: to_python(item) for key, item in row.items()} for row in named]
@@ -344,16 +342,10 @@ def open_parquet(path: Path) -> Any:
         raise DataError(f"{path} is not a Parquet file that can be read: {str(error).splitlines()[0]}") from error
 
 
-def _from_arrow(table: Any, name: str, columns: Columns) -> DataSource:
-    """The rows of a table or a record batch of pyarrow."""
-    datasets = _stack.load_stack().datasets
-    import pyarrow
-
-    table = pyarrow.table(table)
-    if len(set(table.column_names)) < table.num_columns:
-        raise DataError(f"{name} has two columns of one name: {', '.join(table.column_names)}")
+def _from_table(table: Any, name: str, columns: Columns) -> DataSource:
+    """The rows of a table of pyarrow."""
     try:
-        rows = datasets.Dataset(table)
+        rows = _stack.load_stack().datasets.Dataset(table)
     except ValueError as error:  # a type that `datasets` has not
         raise DataError(f"{name}: {error} Convert or remove the columns of that type") from error
     return _from_dataset(rows, name, columns)

@@ -48,7 +48,7 @@ def complete(
     Raises:
         DataError: a prompt without tokens, or one that an environment's observation does not fit.
     """
-    episodes = None if tools is None else tools.begin(rows)
+    episodes = None if tools is None else Episodes(tools, rows)
     prompts = [row["prompt"] for row in rows] if episodes is None else episodes.prompts
     if tokenize is None:  # the samples of a prompt share its ids
         distinct = list(dict.fromkeys(prompts))

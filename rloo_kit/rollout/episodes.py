@@ -81,10 +81,6 @@ class ToolUse:
     parser: ToolParser
     limits: Any
 
-    def begin(self, rows: Sequence[dict[str, Any]]) -> "Episodes":
-        """Start an episode for each row of the dataset."""
-        return Episodes(self, rows)
-
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
     """What completions may call, for `complete`; `limits`: `run.rloo` or an `RLOOConfig`; `options`: of the chat

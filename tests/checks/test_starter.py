@@ -130,10 +130,10 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
     assert code == 0 and re.search(r"RTX 3060 Ti \(computed.*a step takes \d+ min, 200 steps [\d.]+ h", printed), said
 
 
-@pytest.mark.parametrize("model", ["embedded/thinking@sorting", "embedded/instruct", "smollm2/thinking"])
+@pytest.mark.parametrize("model", ["embedded/thinking@subtraction", "embedded/instruct", "smollm2/thinking"])
 def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
     """Every embedded family but addition was refused with "knows only additions"."""
-    prompt = "sort({})=" if "sorting" in model else "5+{}="
+    prompt = "9-{}=" if "subtraction" in model else "5+{}="
     write_csv("own.csv", ["prompt", "answer"], [[prompt.format(n), 1234 + n] for n in range(40)])
     code, _, said = call("--data", "own.csv", "--yes", "--model", model)
     assert code == 0, said

@@ -84,8 +84,10 @@ WRONG = {
     "data.source=rows.jsonl|model.name=smollm2/instruct|docs/embedded.md",
     "data.source=embedded/addition|model.name=embedded/thinking@chain_sum": "knows only chain_sum, but data.source is "
     "embedded/addition; set data.source=",
-    "data.source=embedded/sorting": "set data.source=|another model.name (embedded/thinking@sorting)",
-    "sft.source=embedded/sorting": "sft.source is embedded/sorting; set sft.source=embedded/addition",
+    "data.source=reasoning_gym/number_sorting": "data.source is reasoning_gym/number_sorting; set data.source=",
+    "data.source=embedded/subtraction": "set data.source=|another model.name (embedded/thinking@subtraction)",
+    "data.source=embedded/sortin": "data.source is embedded/sortin, but there is no task family 'sortin'",
+    "sft.source=embedded/subtraction": "sft.source is embedded/subtraction; set sft.source=embedded/addition",
     "model={name: a/b, family: instruct, enable_thinking: true}": "set model.family=hybrid|model.enable_thinking=null",
     "rewards=[{name: a}, {name: missing_eos_penalty}]|rloo.missing_eos_penalty=1": "rloo.missing_eos_penalty and the "
     "reward missing_eos_penalty are both set|twice",
@@ -93,8 +95,11 @@ WRONG = {
     "length_penalty takes the reward answer_reward with equal params ({'find': 'boxed'})",
     # near misses of built-in names, for which the hub was asked for two minutes
     "model.name=embeded/thinking": "model.name: is embeded/thinking|did you mean embedded/thinking?",
-    "model.name=embeded/thinking@sortin": "did you mean embedded/thinking@sorting?",
+    "model.name=SmolLM2-instruct": "did you mean smollm2/instruct?",
+    "model.name=embeded/thinking@subtractio": "did you mean embedded/thinking@subtraction?",
+    "data.source=embeded/addition": "data.source: is embeded/addition|did you mean embedded/addition?",
     "data={sources: [{source: reasoning-gym/gcd}]}": "data.sources.0.source: is|did you mean reasoning_gym/gcd?",
+    "sft.source=embeded/subtraction": "sft.source: is embeded/subtraction|did you mean embedded/subtraction?",
     "reward_model={source: a.csv, model: smolm2/tools}": "reward_model.model: is|did you mean smollm2/tools?",
     "rloo.environment=verifers/gsm8k": "rloo.environment: is verifers/gsm8k|did you mean verifiers/gsm8k?",
     # trackers

@@ -132,7 +132,7 @@ RECORD = {"prompt": SEEN, "answer": 5, "note": "x", "when": DAY, "tags": [1, 2]}
 SINGLE = numpy.array([0.1], "float32")
 ROWS: dict[str, tuple[Any, Any]] = {
     "pandas": (FRAME.to_dict("records"), RECORD),
-    "pyarrow": (pyarrow.Table.from_pandas(FRAME), RECORD),
+    "pyarrow": (datasets.Dataset(pyarrow.Table.from_pandas(FRAME)), RECORD),
     "datasets as numpy": (
         datasets.Dataset.from_dict({"prompt": [TALK], "answer": [[1, 2]]}).with_format("numpy"),
         {"prompt": SEEN, "answer": [1, 2]},
@@ -147,9 +147,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "decimals": ([{"prompt": "a", "answer": Decimal("1.50")}], {"answer": Decimal("1.50")}),
     "fractions": ([{"prompt": "a", "answer": Fraction(1, 3)}], {"answer": "1/3"}),
     "pairs": ([{"prompt": "a", "tests": [("in", "1"), ("in", "2")]}], {"tests": [["in", "1"], ["in", "2"]]}),
-    "single of pandas": (pyarrow.Table.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
+    "single of pandas": (datasets.Dataset.from_pandas(pandas.DataFrame({"prompt": ["a"], "answer": SINGLE})),
                          {"answer": 0.1}),
-    "one name twice": (pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "x", "x"]), "two columns of one name"),
     "keys that are numbers": ([{"prompt": "a", "more": [{1: 2}]}, {"prompt": "b", "more": ["x"]}], "column 'more'"),
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import runpy
 from pathlib import Path
 
@@ -17,15 +16,12 @@ from rloo_kit.errors import DataError
 ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]
 FIRST = {  # of seed 0
     "addition": "841+27=13+784=401+923=",
-    "sorting": "sort(63470)=sort(547938)=sort(06517)=",
     "checked_addition": "29+87=69+87=65+713=",
 }
 
 
 def result_of(question: str) -> str:
     """The right answer to a family's question, worked out from its text alone."""
-    if question.startswith("sort"):
-        return "".join(sorted(re.findall(r"\d", question)))
     return str(eval(question.rpartition(":")[2].rstrip("=")))
 
 

@@ -17,7 +17,7 @@ from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.cold_start import build_tokenizer
 from rloo_kit.models.embedded import SMOLLM2_TOOLS
-from rloo_kit.rollout.episodes import ToolParser, ToolUse
+from rloo_kit.rollout.episodes import Episodes, ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
 from rloo_kit.system.problems import PreflightError
 from rloo_kit.tools.toolbox import Toolbox
@@ -227,7 +227,7 @@ def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str
     turns = [f"{first}I add.\n{tool_call}\n{tool_call}", second + tool_call, f"{first}done"]
     parser = ToolParser(ToolFormat(tokenizer, thinks))
     limits = RLOOSection(max_steps=1, tool_result_tokens=8)
-    dialogue = ToolUse(Toolbox.of([add], None), parser, limits).begin([{"prompt": "?"}])
+    dialogue = Episodes(ToolUse(Toolbox.of([add], None), parser, limits), [{"prompt": "?"}])
     rollout = Scripted(tokenizer, [turns]).sample([found[0].prompt_ids], Limits(1000), dialogue=dialogue)
     assert found[0].completion_ids == rollout.completion_ids[0]
     assert found[0].context == rollout.context[0] and len(found[0].context) == 2
@@ -262,7 +262,7 @@ def test_turns_that_no_rollout_has_are_refused(make_run, tools, talk, message):
         texts(make_run([{"prompt": "?", "completion": talk}], "untaught", tools))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "dataset", "arrow", "pandas", "jsonl"])
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "pandas", "jsonl"])
 def test_nulls_of_arrow_are_not_imitated(make_run, tools, tmp_path, kind):
     """Arrow gives each object of a column the keys of all of them: calls were imitated with arguments of other tools.
     A null in a JSON file is the user's."""
@@ -275,7 +275,7 @@ def test_nulls_of_arrow_are_not_imitated(make_run, tools, tmp_path, kind):
     rows = [{"prompt": "?", "completion": talk} for talk in talks]
     run, table = make_run(rows, "untaught", tools), pyarrow.Table.from_pylist(rows)
     run.model.max_seq_length = 2000
-    given = {"arrow": table, "dataset": Dataset(table), "pandas": table.to_pandas().to_dict("records")}.get(kind)
+    given = {"dataset": Dataset(table), "pandas": table.to_pandas().to_dict("records")}.get(kind)
     if kind == "parquet":
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         run.sft.source = str(tmp_path / "rows.parquet")

@@ -144,7 +144,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"steps": 3}, {"name": "instruct"}, {"name": "thinking@sorting"}])
+@pytest.mark.parametrize("change", [{"steps": 3}, {"name": "instruct"}, {"name": "thinking@subtraction"}])
 def test_other_content_is_another_entry(built, change, monkeypatch):
     """Another kind, family or length of the cold start is another model."""
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
@@ -159,7 +159,6 @@ FINGERPRINTS = {
     "instruct": (1, "a64c62c48c60"),
     "thinking@addition": (2, "90440116bfc2"),
     "thinking@subtraction": (2, "2d39f241987c"),
-    "thinking@sorting": (2, "403dba6cccd9"),
     "thinking@checked_addition": (2, "06b20243e14a"),
     "thinking@chain_sum": (2, "786b01d4f4c5"),
 }
@@ -198,7 +197,7 @@ def test_the_untaught_model_is_the_thinking_one_with_random_weights(tokenizers):
     ("arguments", "message"),
     [
         ({"name": "thinking@dance"}, "no task family 'dance': take addition, subtraction"),
-        ({"name": "instruct@sorting"}, "only embedded/thinking@sorting takes"),
+        ({"name": "instruct@subtraction"}, "only embedded/thinking@subtraction takes"),
         ({"steps": 0}, "steps=0: the cold start needs at least 1 step"),
     ],
 )
@@ -223,8 +222,10 @@ def test_a_failed_cold_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match="(?s)exit code 3; `rloo-kit doctor`.*last output:\nno memory"):
         build(report=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
-    with pytest.raises(SetupError, match="cold start of embedded/thinking@sorting ended .*code 3; `rloo-kit doctor`"):
-        build("thinking@sorting", report=lambda line: None)
+    with pytest.raises(
+        SetupError, match="cold start of embedded/thinking@subtraction ended .*code 3; `rloo-kit doctor`"
+    ):
+        build("thinking@subtraction", report=lambda line: None)
 
 
 def test_ctrl_c_ends_the_cold_start(tmp_path, monkeypatch):
