@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
-from rloo_kit.health.series import Row, is_number, logged
+from rloo_kit.health.series import TIED, Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of
 
@@ -388,7 +388,7 @@ def split_time(metrics: Sequence[Row]) -> StepTime | None:
 
 def signal_shares(metrics: Sequence[Row]) -> list[Point]:
     """The share of groups with signal over the steps: with different scores, before any KL penalty."""
-    return [Point(step, 1 - tied) for step, tied in logged(metrics, "frac_score_zero_std", "frac_reward_zero_std")]
+    return [Point(step, 1 - tied) for step, tied in logged(metrics, *TIED)]
 
 
 def points_of(rows: Sequence[Row], *metrics: str) -> list[Point]:
@@ -414,40 +414,41 @@ def read_sampled(metrics: Sequence[Row]) -> Iterable[tuple[int, float, float]]:
             episode, seconds = count, 0.0
 
 
+CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (  # title, form, the metric of each line
+    ("Tokens", "count", {"completion": "completions/mean_length", "thinking": "thinking/mean_length"}),
+    ("Thinking closed", "share", {"": "thinking/closed_ratio"}),
+    ("Closed by the budget", "share", {"": "thinking/forced_ratio"}),
+    ("Truncated at the limit", "share", {"": "completions/clipped_ratio"}),
+    ("Tool calls per completion", "count", {"": "tools/call_frequency"}),
+    (
+        "Tool calls gone wrong", "share",
+        {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"},
+    ),
+    ("Turns per completion", "count", {"": "tools/turns"}),
+    ("Entropy, nats", "number", {"": "entropy"}),
+    ("KL to the reference, nats", "number", {"": "kl"}),
+    ("Gradient norm", "number", {"": "grad_norm"}),
+)  # fmt: skip
+
+
 def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     """The curves of a run, the most important first; of several rows of one step the last counts."""
     rows = in_order(metrics)
-
-    def chart(title: str, form: str, *metrics: str) -> Iterable[Chart]:
-        if points := points_of(rows, *metrics):
-            yield Chart(title, {"": points}, form, metrics={*metrics})
-
     matches = filter(None, (REWARD_MEAN.fullmatch(name) for row in rows[:50] for name in row))
-    rewards = list(dict.fromkeys(match[1] for match in matches))
-    if len(rewards) == 1:
-        yield from chart(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
-    else:
-        yield from chart("Reward, weighted sum", "number", "reward")
-        for name in rewards:
-            yield from chart(f"Reward: {name}", "number", f"rewards/{name}/mean")
+    names = list(dict.fromkeys(match[1] for match in matches))
+    panels: dict[str, tuple[str, ...]] = {"Reward, weighted sum": ("reward",)}
+    panels |= {f"Reward: {name}": (f"rewards/{name}/mean",) for name in names}
+    if len(names) == 1:
+        panels = {f"Reward: {names[0]}": ("reward", f"rewards/{names[0]}/mean")}
+    for title, shown in panels.items():
+        if points := points_of(rows, *shown):
+            yield Chart(title, {"": points}, metrics={*shown})
     if signal := signal_shares(rows):
-        tied = {"frac_score_zero_std", "frac_reward_zero_std"}
-        yield Chart("Groups with signal", {"": signal}, "share", metrics=tied)
-    names = {"completion": "completions/mean_length", "thinking": "thinking/mean_length"}
-    if lengths := {name: points for name, metric in names.items() if (points := points_of(rows, metric))}:
-        title = "Tokens" if len(lengths) > 1 else f"{next(iter(lengths)).title()} tokens"
-        yield Chart(title, lengths, "count", metrics={*names.values()})
-    yield from chart("Thinking closed", "share", "thinking/closed_ratio")
-    yield from chart("Closed by the budget", "share", "thinking/forced_ratio")
-    yield from chart("Truncated at the limit", "share", "completions/clipped_ratio")
-    yield from chart("Tool calls per completion", "count", "tools/call_frequency")
-    metric_of = {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"}
-    wrong = {name: points_of(rows, metric) for name, metric in metric_of.items()}
-    if any(wrong.values()):
-        yield Chart("Tool calls gone wrong", wrong, "share", metrics={*metric_of.values()})
-    yield from chart("Turns per completion", "count", "tools/turns")
-    yield from chart("Entropy, nats", "number", "entropy")
-    yield from chart("KL to the reference, nats", "number", "kl")
-    yield from chart("Gradient norm", "number", "grad_norm")
+        yield Chart("Groups with signal", {"": signal}, "share", metrics={*TIED})
+    for title, form, metric_of in CURVES:
+        lines = {name: points for name, metric in metric_of.items() if (points := points_of(rows, metric))}
+        if lines:
+            whole = f"{next(iter(lines)).title()} tokens" if title == "Tokens" and len(lines) == 1 else title
+            yield Chart(whole, lines, form, metrics={*metric_of.values()})
     if speed := [Point(step, tokens / seconds) for step, tokens, seconds in read_sampled(rows)]:
         yield Chart("Tokens per second", {"": speed}, "count")

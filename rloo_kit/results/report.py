@@ -29,7 +29,6 @@ from rloo_kit.results.samples import sample_rollouts
 from rloo_kit.results.verdict import TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
-from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.versions import installed_versions
 
 
@@ -53,7 +52,7 @@ def write_report(
     curves, constant = choose_curves(result.metrics, result.findings, held_out)
     measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
-    rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    rollouts = sample_rollouts(folder)
     shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
         "report.html.jinja",
