@@ -23,6 +23,7 @@ from rloo_kit.runs.rollouts import read_step, step_files
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
+ROOM = 4_000_000  # characters of completions in a page
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 
@@ -107,6 +108,15 @@ def cut_parts(parts: Sequence[str], limit: int) -> list[str]:
         kept.append(cut_middle(part, limit) if limit > 0 else ("[...]" if part else ""))
         limit -= len(part)
     return kept[::-1]
+
+
+def fit_page(completions: Sequence[Sequence[str]]) -> tuple[list[list[str]], int | None]:
+    """The texts of completions, printable, and cut so that all fit into a page; to how many characters each was cut,
+    None if none was."""
+    lengths = [sum(map(len, parts)) for parts in completions]
+    limit = longest_that_fits(lengths, ROOM)
+    cut = [list(map(show_text, cut_parts(parts, limit))) for parts in completions]
+    return cut, limit if any(length > limit for length in lengths) else None
 
 
 def _bare(thinking: str) -> str:
@@ -194,7 +204,6 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
 
 MOST_ROLLOUTS = 1000  # in a page
 STEPS = 10  # minimum number of steps, if there are that many
-ROOM = 4_000_000  # characters of completions in a page
 
 
 @dataclass
@@ -220,7 +229,7 @@ def sample_rollouts(folder: Path) -> RolloutSample:
     found, steps = RolloutSample(), list(step_files(folder))
     if not steps:
         return found
-    count = max(MOST_ROLLOUTS // len(read_step(folder, steps[0])), STEPS)  # every step has about as many
+    count = max(MOST_ROLLOUTS // max(len(read_step(folder, steps[0])), 1), STEPS)  # every step has about as many
     chosen = steps
     if len(steps) > count:
         chosen = [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
@@ -228,16 +237,14 @@ def sample_rollouts(folder: Path) -> RolloutSample:
     for step in chosen:
         rows = read_step(folder, step)
         groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["group"])]
-        shown = min(max(MOST_ROLLOUTS // len(chosen) * len(groups) // len(rows), 1), len(groups))
+        shown = min(max(MOST_ROLLOUTS // len(chosen) * len(groups) // max(len(rows), 1), 1), len(groups))
         is_whole = is_whole and shown == len(groups)
         evenly = (groups[place * len(groups) // shown] for place in range(shown))
         found.rows += [_page_row(row) for group in evenly for row in group]
     found.rule = f"All {len(found.rows):,} rollouts."
     if not is_whole:
-        found.rule = (
-            f"{len(found.rows):,} rollouts: whole groups from {len(chosen)} of {len(steps):,} steps. All are in the "
-        )
-        found.rule += "run's folder."
+        found.rule = f"{len(found.rows):,} rollouts: whole groups from {len(chosen)} of {len(steps):,} steps."
+        found.rule += " All are in the run's folder."
     _cut_texts(found)
     return found
 
@@ -263,19 +270,16 @@ def _cut_texts(found: RolloutSample) -> None:
     """Cut the texts to fit the page, and store prompts and reward names once."""
     names = list(dict.fromkeys(name for row in found.rows for name in row["rewards"]))
     places: dict[str, int] = {}
-    texts = [
+    whole = [
         [*(text for _, text in row["steps"]), *(text for text, _ in row["thinking"]), row["answer"]]
         for row in found.rows
     ]
-    lengths = [sum(map(len, parts)) for parts in texts]
-    limit = longest_that_fits(lengths, ROOM)
-    found.limit = limit if any(length > limit for length in lengths) else None
-    for row, parts in zip(found.rows, texts, strict=True):
-        *shown, row["answer"] = map(show_text, cut_parts(parts, limit))
+    texts, found.limit = fit_page(whole)
+    for row, (*shown, answer) in zip(found.rows, texts, strict=True):
         count = len(row["steps"])
         row["steps"] = [(kind, text) for (kind, _), text in zip(row["steps"], shown[:count], strict=True)]
         row["thinking"] = [(text, forced) for (_, forced), text in zip(row["thinking"], shown[count:], strict=True)]
-        row["prompt"] = places.setdefault(row["prompt"], len(places))
+        row["answer"], row["prompt"] = answer, places.setdefault(row["prompt"], len(places))
         row["rewards"] = [row["rewards"].get(name) for name in names]
     found.prompts, found.rewards = list(places), [show_text(name) for name in names]
 
