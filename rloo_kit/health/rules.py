@@ -84,7 +84,6 @@ class Rule:
 
     name: str
     detect: Detect
-    metrics: tuple[str, ...]
     cause: str
     fix: str
     follows: tuple[str, ...]
@@ -93,16 +92,16 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(*metrics: str, cause: str, fix: str, follows: tuple[str, ...] = ()) -> Callable[[Detect], Detect]:
+def rule(cause: str, fix: str, follows: tuple[str, ...] = ()) -> Callable[[Detect], Detect]:
     """Add a detector to RULES; its name is the key of `health:` that makes it warn, stop the run or stay off.
 
     Args:
-        metrics: those that it reads. cause, fix: texts; {key} is replaced with the value of rloo.key.
+        cause, fix: texts; {key} is replaced with the value of rloo.key.
         follows: rules whose finding, if it began no later, is the cause of this one, which is then not reported.
     """
 
     def register(detect: Detect) -> Detect:
-        RULES[detect.__name__] = Rule(detect.__name__, detect, metrics, cause, fix, follows)
+        RULES[detect.__name__] = Rule(detect.__name__, detect, cause, fix, follows)
         return detect
 
     return register
@@ -148,7 +147,6 @@ def in_a_row(seen: Series, since: int) -> str:
 
 
 @rule(
-    "reward", "reward_std", "entropy", "kl", "completions/repeated_ratio", "completions/clipped_ratio",
     cause="Updates were too large and destroyed the policy: rloo.learning_rate ({learning_rate}) is too high",
     fix="lower rloo.learning_rate ten times (currently {learning_rate}), keep rloo.max_grad_norm at 1.0, and start "
     "again, or from a checkpoint before that step",
@@ -196,7 +194,6 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "rewards/failed_ratio", "rewards/unscored_ratio",
     cause="A reward raises an error, exceeds its time limit or returns something that is not a number",
     fix="fix the reward: the run's output names it and the first sample it failed on",
 )  # fmt: skip
@@ -214,7 +211,6 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
     follows=("broken_policy",),
@@ -228,7 +224,6 @@ def truncation(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "rewards/answer_reward/mean",
     cause="The model does not solve these prompts at all, so there is nothing to reinforce, or the reward never "
     "matches",
     fix="score reference answers by hand; try easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft "
@@ -247,7 +242,6 @@ def cold_start(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "frac_score_zero_std", "frac_reward_zero_std", "reward_std",
     cause="All completions of a prompt earn the same reward, so every advantage is zero",
     fix="use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
     "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
@@ -275,7 +269,6 @@ def no_signal(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "policy/moved", "grad_norm",
     cause="The steps are too small to move the weights",
     fix="raise rloo.learning_rate (currently {learning_rate}): 1e-5 and above for an adapter; see rloo.warmup_steps",
     follows=("reward_failures", "broken_policy", "no_signal", "truncation", "cold_start", "entropy_collapse"),
@@ -303,7 +296,6 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "entropy", "completions/most_common_ratio",
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
@@ -327,7 +319,6 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "reward", "rewards/answer_reward/mean", "eval/accuracy",
     cause="The policy earns reward in an unintended way",
     fix="read the best completions (rloo-kit show RUN --completions 4 --order best), then fix the reward or change the "
     "weights of rewards",
@@ -381,7 +372,6 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
 
 
 @rule(
-    "sampling/logp_difference_mean",
     cause="Sampler and trainer are two policies (4-bit kernels, vLLM, another precision, padding)",
     fix="set rloo.sampler_correction=token (currently {sampler_correction}); if vLLM or a server samples, "
     "rollout.engine=generate avoids it",
