@@ -160,13 +160,13 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
     leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
+    hidden = ACCURACIES if says_nothing(before, after) else ()
     names = dict.fromkeys([leading, "accuracy", "win_rate", "reward", f"greedy_{leading}"])
-    changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
+    found = {name: change_of(name, before, after) for name in names if name not in hidden}
+    changes = {name: change for name, change in found.items() if change is not None}
     accuracy, reward = changes.get("accuracy"), changes.get("reward")
-    if says_nothing(before, after):
-        changes = {name: found for name, found in changes.items() if name not in ACCURACIES}
-    elif accuracy is not None and reward is not None and accuracy.difference.ends == reward.difference.ends:
-        changes.pop("reward" if leading != "reward" else "accuracy")
+    if leading != "reward" and accuracy and reward and accuracy.difference.ends == reward.difference.ends:
+        del changes["reward"]
     return Comparison(changes, tuple(setting_differences(before, after)))
 
 
@@ -181,10 +181,10 @@ class Changes:
 
     def describe(self) -> list[str]:
         """A sentence for each measure."""
-        counted = {
-            name: ", ".join(f"{count:,} {kind}" for kind, count in of.items()) for name, of in self.counts.items()
-        }
-        return [f"Prompt by prompt ({name}): {text}." for name, text in counted.items()]
+        return [
+            f"Prompt by prompt ({name}): {', '.join(f'{count:,} {kind}' for kind, count in counts.items())}."
+            for name, counts in self.counts.items()
+        ]
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
