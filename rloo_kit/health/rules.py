@@ -90,7 +90,6 @@ class Rule:
 
     name: str
     detect: Detect
-    metrics: tuple[str, ...]
     cause: str
     fix: str
     follows: tuple[str, ...]
@@ -99,16 +98,16 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(*metrics: str, cause: str, fix: str, follows: tuple[str, ...] = ()) -> Callable[[Detect], Detect]:
+def rule(cause: str, fix: str, follows: tuple[str, ...] = ()) -> Callable[[Detect], Detect]:
     """Add a detector to RULES; its name is that in `health.stop` and `health.off`.
 
     Args:
-        metrics: those that it reads. cause, fix: texts; {key} is replaced with the value of rloo.key.
+        cause, fix: texts; {key} is replaced with the value of rloo.key.
         follows: rules whose finding, if it began no later, is the cause of this one, which is then not reported.
     """
 
     def register(detect: Detect) -> Detect:
-        RULES[detect.__name__] = Rule(detect.__name__, detect, metrics, cause, fix, follows)
+        RULES[detect.__name__] = Rule(detect.__name__, detect, cause, fix, follows)
         return detect
 
     return register
@@ -160,7 +159,6 @@ def in_a_row(seen: Series, since: int) -> str:
 
 
 @rule(
-    "reward", "reward_std", "entropy", "kl", "completions/repeated_ratio", "completions/clipped_ratio",
     cause="Updates were too large and destroyed the policy: rloo.learning_rate ({learning_rate}) is too high",
     fix="lower rloo.learning_rate ten times (currently {learning_rate}), keep rloo.max_grad_norm at 1.0, and start "
     "again, or from a checkpoint before that step",
@@ -208,7 +206,6 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "rewards/failed_ratio", "rewards/unscored_ratio",
     cause="A reward raises an error, exceeds its time limit or returns something that is not a number",
     fix="fix the reward: the run's output names it and the first sample it failed on",
 )  # fmt: skip
@@ -226,7 +223,6 @@ def reward_failures(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/clipped_ratio", "thinking/closed_ratio",
     cause="The limit is too short to reach an end, so chance decides which completions end",
     fix="raise rloo.max_completion_length (currently {max_completion_length}), and model.max_seq_length with it",
     follows=("broken_policy", "length_explosion", "never_closed"),
@@ -240,7 +236,6 @@ def truncation(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "rewards/answer_reward/mean",
     cause="The model does not solve these prompts at all, so there is nothing to reinforce, or the reward never "
     "matches",
     fix="score reference answers by hand; try easier prompts (data.source), rollout.difficulty_samples, rloo-kit sft "
@@ -259,7 +254,6 @@ def cold_start(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "frac_score_zero_std", "frac_reward_zero_std", "reward_std",
     cause="All completions of a prompt earn the same reward, so every advantage is zero",
     fix="use prompts that are solved sometimes (data.source), a graded reward (rewards), more completions per prompt "
     "(rloo.num_generations, currently {num_generations}) or a higher rloo.temperature (currently {temperature}); "
@@ -287,7 +281,6 @@ def no_signal(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "policy/moved", "grad_norm",
     cause="The steps are too small to move the weights",
     fix="raise rloo.learning_rate (currently {learning_rate}): 1e-5 and above for an adapter; see rloo.warmup_steps",
     follows=("reward_failures", "broken_policy", "no_signal", "truncation", "cold_start", "entropy_collapse"),
@@ -315,7 +308,6 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "kl",
     cause="The policy drifts far from its reference",
     fix="raise rloo.beta (currently {beta}) or lower rloo.learning_rate (currently {learning_rate})",
     follows=("broken_policy",),
@@ -326,7 +318,6 @@ def kl_explosion(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "entropy", "completions/most_common_ratio",
     cause="The policy has settled on one answer and no longer explores",
     fix="check what the rewards pay for; lower rloo.learning_rate (currently {learning_rate}), raise rloo.beta "
     "(currently {beta}) or rloo.temperature (currently {temperature})",
@@ -350,7 +341,6 @@ def entropy_collapse(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/mean_length", "completions/clipped_ratio",
     cause="Completions grow without more of them being right: a reward pays for length, or nothing for ending",
     fix="check what the rewards pay for; add soft_overlong_penalty or thinking_budget_reward to rewards, or raise "
     "rloo.max_completion_length (currently {max_completion_length}) if the thinking is good",
@@ -373,7 +363,6 @@ def length_explosion(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "completions/mean_length", "thinking/mean_length",
     cause="A reward or the KL sum pays for brevity",
     fix="check what the rewards pay for; with rloo.beta (currently {beta}) set rloo.kl_form=length_normalized "
     "(currently {kl_form}), and lower the weight of any length penalty",
@@ -397,7 +386,6 @@ def length_collapse(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "thinking/closed_ratio", "completions/clipped_ratio",
     cause="No reward pays for closing the thinking, or one pays for leaving it open",
     fix="add think_format_reward to rewards, check what the others pay for, and set rloo.thinking_budget if thinking "
     "only runs out of room",
@@ -420,7 +408,6 @@ def never_closed(seen: Series, context: Context) -> Evidence | None:
 
 
 @rule(
-    "reward", "rewards/answer_reward/mean", "eval/accuracy",
     cause="The policy earns reward in an unintended way",
     fix="read the best completions (rloo-kit show RUN --completions 4 --order best), then fix the reward or change the "
     "weights of rewards",
@@ -474,7 +461,6 @@ def _find_riser(seen: Series, answers: str, at: int) -> str:
 
 
 @rule(
-    "sampling/logp_difference_mean",
     cause="Sampler and trainer are two policies (4-bit kernels, vLLM, another precision, padding)",
     fix="set rloo.sampler_correction=token (currently {sampler_correction}); if vLLM or a server samples, "
     "rollout.engine=generate avoids it",

@@ -84,8 +84,8 @@ def token_ids() -> dict[str, int]:
 
 
 def build_tokenizer(name: str = "thinking") -> Any:
-    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, thinking@subtraction, ...); raises ConfigError for any
-    other.
+    """A `Qwen2Tokenizer` for the embedded model `name` (thinking, thinking@subtraction, ...); raises ConfigError for
+    any other.
 
     `<think>` and `</think>` are added tokens but not special, as in Qwen3: `skip_special_tokens=True` keeps them.
     """

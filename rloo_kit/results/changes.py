@@ -27,12 +27,11 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference, unpaired_difference
 from rloo_kit.results.pages import show_text
-from rloo_kit.results.samples import cut_parts, list_steps, longest_that_fits, plain
+from rloo_kit.results.samples import fit_page, list_steps, plain
 from rloo_kit.runs.files import is_count, read_object, read_rows
 
 EXACTLY = 0.1  # a difference of shares below this is shown with a decimal
 RIGHT = 0.5  # share of a prompt's completions from which it counts as right
-ROOM = 4_000_000  # characters of completions in a page
 # Kinds of prompts, regressions first: right or wrong; if the reward leads, the change of the prompt's mean reward.
 KINDS = (
     "broken", "still wrong", "fixed", "still right", "reward fell", "reward rose", "reward the same", "wrong", "right",
@@ -161,13 +160,13 @@ class Comparison:
 def compare(before: Evaluation, after: Evaluation) -> Comparison:
     """The difference between two evaluations, with intervals; paired on the prompts that both measured."""
     leading = next(iter(shared_measures(before, after)), "accuracy").removeprefix("greedy_")
+    hidden = ACCURACIES if says_nothing(before, after) else ()
     names = dict.fromkeys([leading, "accuracy", "win_rate", "reward", f"greedy_{leading}"])
-    changes = {name: found for name in names if (found := change_of(name, before, after)) is not None}
+    found = {name: change_of(name, before, after) for name in names if name not in hidden}
+    changes = {name: change for name, change in found.items() if change is not None}
     accuracy, reward = changes.get("accuracy"), changes.get("reward")
-    if says_nothing(before, after):
-        changes = {name: found for name, found in changes.items() if name not in ACCURACIES}
-    elif accuracy is not None and reward is not None and accuracy.difference.ends == reward.difference.ends:
-        changes.pop("reward" if leading != "reward" else "accuracy")
+    if leading != "reward" and accuracy and reward and accuracy.difference.ends == reward.difference.ends:
+        del changes["reward"]
     return Comparison(changes, tuple(setting_differences(before, after)))
 
 
@@ -182,10 +181,10 @@ class Changes:
 
     def describe(self) -> list[str]:
         """A sentence for each measure."""
-        counted = {
-            name: ", ".join(f"{count:,} {kind}" for kind, count in of.items()) for name, of in self.counts.items()
-        }
-        return [f"Prompt by prompt ({name}): {text}." for name, text in counted.items()]
+        return [
+            f"Prompt by prompt ({name}): {', '.join(f'{count:,} {kind}' for kind, count in counts.items())}."
+            for name, counts in self.counts.items()
+        ]
 
 
 def find_changes(before: Evaluation | None, after: Evaluation | None) -> Changes:
@@ -222,8 +221,7 @@ def _prompts(
 ) -> list[dict[str, Any]]:
     sides = named_sides(before, after)
     pairs = pair_samples(**{name: replace(side, samples=side.all_samples) for name, side in sides.items()})
-    texts = [_texts(sample) for pair in pairs for sample in pair.samples.values()]
-    limit = longest_that_fits((sum(map(len, parts)) for parts in texts), ROOM)
+    texts = iter(fit_page([_texts(sample) for pair in pairs for sample in pair.samples.values()])[0])
     found = []
     for key, pair in zip(number_repeats(digest_prompt(pair.prompt) for pair in pairs), pairs, strict=True):
         last = list(pair.samples.values())[-1]
@@ -231,7 +229,7 @@ def _prompts(
         entry: dict[str, Any] = {"prompt": plain(pair.prompt), "kind": kind}
         entry |= {} if pair.gold is None else {"gold": show_text(pair.gold)}
         for name, sample in pair.samples.items():
-            *steps, thinking, answer = map(show_text, cut_parts(_texts(sample), limit))
+            *steps, thinking, answer = next(texts)
             notes = describe_sample(sample)
             if sample["correct"] is None and sample.get("reward") is not None:
                 notes = f"reward {sample['reward']:.3g}, {notes}"

@@ -194,11 +194,6 @@ class Evaluation:
         for one in (found.prompt_digests, *(measured.per_prompt for measured in found.measures.values())):
             if one is not None and len(one) != found.num_prompts:
                 raise ValueError(f"{len(one)} of {found.num_prompts} prompts have a value or a digest")
-        shares = [found.measures.get(name) for name in SHARES]
-        shares += [side for one in found.budgets for side in (one.accuracy, one.forced, one.unforced)]
-        for share in filter(None, shares):
-            if not 0.0 <= share.value <= 1.0:
-                raise ValueError(f"an accuracy is a share, not {share.ends}")
         return found
 
     @classmethod

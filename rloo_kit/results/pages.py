@@ -41,13 +41,12 @@ class Cell:
 @dataclass
 class Table:
     """A table with a caption for screen readers. Rows have plain values or a `Cell`, the first of which is a heading;
-    `numbers` are the columns aligned to the right, `ids` those of the rows, for links."""
+    `numbers` are the columns aligned to the right."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
     numbers: Sequence[int] = ()
-    ids: Sequence[str] = ()
 
 
 def make_page(template: str, data: Any = None, **values: Any) -> str:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
-from rloo_kit.health.series import Row, is_number, logged
+from rloo_kit.health.rules import REWARD_MEAN
+from rloo_kit.health.series import TIED, Row, is_number, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of
 
@@ -48,8 +48,7 @@ class Chart:
         form: "share" (0 to 1, shown in %), "count" or "number".
         dots: whether each point is a dot with its interval (measurements); else a line with its moving mean.
         alike: the series are of equal rank, each with its own colour (`c0` to `c7` of the style).
-        marks: drawn in the background. ends_of: index of the series for `from_to`.
-        metrics: names of those it shows.
+        ends_of: index of the series for `from_to`.
     """
 
     title: str
@@ -57,9 +56,7 @@ class Chart:
     form: str = "number"
     dots: bool = False
     alike: bool = False
-    marks: list[Finding] = field(default_factory=list)
     ends_of: int = -1
-    metrics: set[str] = field(default_factory=set)
 
     @property
     def values(self) -> list[float]:
@@ -143,7 +140,7 @@ class Drawing:
     Attributes:
         title, from_to: above the figure. text: the chart as a sentence, for screen readers.
         ticks: height and text of each horizontal line. below: x and text of each tick of the steps.
-        bands: start, width, x, y and anchor of the name, name. legend: class and name. found: rules and their names.
+        legend: class and name of each series.
     """
 
     title: str
@@ -151,10 +148,8 @@ class Drawing:
     text: str
     ticks: list[tuple[float, str]]
     below: list[tuple[float, str]]
-    bands: list[tuple[float, float, float, float, str, str]]
     lines: list[Line]
     legend: list[tuple[str, str]]
-    found: dict[str, str]
 
 
 def draw_chart(chart: Chart) -> Drawing:
@@ -167,21 +162,14 @@ def draw_chart(chart: Chart) -> Drawing:
     scale = Scale(first, last, low, high)
     shown = [(chart.kind(number), name, points) for number, (name, points) in enumerate(chart.series.items()) if points]
     lines = [Line.of(points, kind, scale, chart.dots) for kind, _, points in shown]
-    bands: list[tuple[float, float, float, float, str, str]] = []
-    for row, mark in enumerate(chart.marks):
-        start, end = (scale.x(min(max(step, first), last)) for step in (mark.since, mark.last))
-        at, anchor = (start - 4, "end") if start > WIDTH * 0.55 else (start + 4, "start")
-        bands.append((start, round(max(end - start, 1), 1), at, TOP + 2 + 12 * row, anchor, mark.title))
     return Drawing(
         title=chart.title,
         from_to="" if chart.alike else from_to(chart),
         text=describe_chart(chart),
         ticks=[(scale.y(tick), _tick_text(tick, chart.form, heights)) for tick in heights],
         below=[(scale.x(tick), f"{tick:,.0f}") for tick in nice_ticks(first, last, 5, whole=True)],
-        bands=bands,
         lines=lines[::-1] if chart.dots else lines,  # the strong line in front, but behind another's dots
         legend=[(kind, name) for kind, name, _ in shown if name],
-        found={mark.name: mark.title for mark in chart.marks},
     )  # fmt: skip
 
 
@@ -192,8 +180,7 @@ def describe_chart(chart: Chart) -> str:
         ends = dict.fromkeys([*points[:1], *points[-1:]])
         values = [f"{format_value(point.value, chart.form)} at step {point.step:g}" for point in ends]
         texts += [f"{name} {', '.join(values)}".strip()] if points else []
-    marks = "".join(f"; {mark.title} from step {mark.since:g}" for mark in chart.marks)
-    return f"{chart.title}: {'; '.join(texts)}{marks}"
+    return f"{chart.title}: {'; '.join(texts)}"
 
 
 def from_to(chart: Chart) -> str:
@@ -279,23 +266,11 @@ def _tick_text(tick: float, form: str, ticks: Sequence[float]) -> str:
     return f"{shown + 0.0:,.{min(decimals, 6)}f}{unit}"
 
 
-def choose_curves(
-    metrics: Sequence[Row], findings: Sequence[Finding], held_out: Chart | None = None
-) -> tuple[list[Drawing], list[str]]:
-    """The figures of the curves that change, with the findings marked, and each other curve in words.
-
-    Args:
-        metrics: rows with a `step`; if several have the same step, the last counts. held_out: its chart, shown first.
-    """
-
-    rows = in_order(metrics)
-    charts = [*([] if held_out is None else [held_out]), *select_charts(rows)]
-    reads = {rule.name: rule.metrics for rule in RULES.values()}
+def choose_curves(metrics: Sequence[Row], held_out: Chart | None = None) -> tuple[list[Drawing], list[str]]:
+    """The figures of the curves that change, that of the held-out measure first, and each other curve in words."""
     drawn, constant = [], []
-    for chart in charts:
-        chart.marks += [finding for finding in findings if chart.metrics & {"reward", *reads.get(finding.name, ())}]
-        of_finding = any(reads.get(finding.name, ("",))[0] in chart.metrics for finding in findings) and len(rows) > 1
-        if chart is held_out or of_finding or not is_flat(chart):
+    for chart in [*([] if held_out is None else [held_out]), *select_charts(metrics)]:
+        if chart is held_out or not is_flat(chart):
             drawn.append(draw_chart(chart))
         else:
             ends = dict.fromkeys(format_value(end, chart.form) for end in (min(chart.values), max(chart.values)))
@@ -326,7 +301,7 @@ def held_out_chart(
         series[f"during training, {during[0].evaluation.num_prompts:,} prompts"] = parts
     name = name_of(measure, *(one.evaluation for one in [*ends, *during]))
     form = "share" if measure.endswith("accuracy") else "number"
-    return Chart(f"Held-out {name}", series, form, dots=True, ends_of=0, metrics={"eval/accuracy"})
+    return Chart(f"Held-out {name}", series, form, dots=True, ends_of=0)
 
 
 def measured_points(evaluations: Sequence[HeldOut], measure: str) -> list[Point]:
@@ -388,12 +363,12 @@ def split_time(metrics: Sequence[Row]) -> StepTime | None:
 
 def signal_shares(metrics: Sequence[Row]) -> list[Point]:
     """The share of groups with signal over the steps: with different scores, before any KL penalty."""
-    return [Point(step, 1 - tied) for step, tied in logged(metrics, "frac_score_zero_std", "frac_reward_zero_std")]
+    return [Point(step, 1 - tied) for step, tied in logged(metrics, *TIED)]
 
 
-def points_of(rows: Sequence[Row], *metrics: str) -> list[Point]:
-    """Of the first of these metrics that was logged."""
-    return [Point(*point) for point in logged(rows, *metrics)]
+def points_of(rows: Sequence[Row], metric: str) -> list[Point]:
+    """A metric over the steps."""
+    return [Point(*point) for point in logged(rows, metric)]
 
 
 def in_order(metrics: Sequence[Row]) -> list[Row]:
@@ -414,40 +389,40 @@ def read_sampled(metrics: Sequence[Row]) -> Iterable[tuple[int, float, float]]:
             episode, seconds = count, 0.0
 
 
+CURVES: tuple[tuple[str, str, dict[str, str]], ...] = (  # title, form, the metric of each line
+    ("Tokens", "count", {"completion": "completions/mean_length", "thinking": "thinking/mean_length"}),
+    ("Thinking closed", "share", {"": "thinking/closed_ratio"}),
+    ("Closed by the budget", "share", {"": "thinking/forced_ratio"}),
+    ("Truncated at the limit", "share", {"": "completions/clipped_ratio"}),
+    ("Tool calls per completion", "count", {"": "tools/call_frequency"}),
+    (
+        "Tool calls gone wrong", "share",
+        {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"},
+    ),
+    ("Turns per completion", "count", {"": "tools/turns"}),
+    ("Entropy, nats", "number", {"": "entropy"}),
+    ("KL to the reference, nats", "number", {"": "kl"}),
+    ("Gradient norm", "number", {"": "grad_norm"}),
+)  # fmt: skip
+
+
 def select_charts(metrics: Sequence[Row]) -> Iterable[Chart]:
     """The curves of a run, the most important first; of several rows of one step the last counts."""
     rows = in_order(metrics)
-
-    def chart(title: str, form: str, *metrics: str) -> Iterable[Chart]:
-        if points := points_of(rows, *metrics):
-            yield Chart(title, {"": points}, form, metrics={*metrics})
-
     matches = filter(None, (REWARD_MEAN.fullmatch(name) for row in rows[:50] for name in row))
-    rewards = list(dict.fromkeys(match[1] for match in matches))
-    if len(rewards) == 1:
-        yield from chart(f"Reward: {rewards[0]}", "number", "reward", f"rewards/{rewards[0]}/mean")
-    else:
-        yield from chart("Reward, weighted sum", "number", "reward")
-        for name in rewards:
-            yield from chart(f"Reward: {name}", "number", f"rewards/{name}/mean")
+    names = list(dict.fromkeys(match[1] for match in matches))
+    panels = {"Reward, weighted sum": "reward"} | {f"Reward: {name}": f"rewards/{name}/mean" for name in names}
+    if len(names) == 1:
+        panels = {f"Reward: {names[0]}": "reward"}
+    for title, metric in panels.items():
+        if points := points_of(rows, metric):
+            yield Chart(title, {"": points})
     if signal := signal_shares(rows):
-        tied = {"frac_score_zero_std", "frac_reward_zero_std"}
-        yield Chart("Groups with signal", {"": signal}, "share", metrics=tied)
-    names = {"completion": "completions/mean_length", "thinking": "thinking/mean_length"}
-    if lengths := {name: points for name, metric in names.items() if (points := points_of(rows, metric))}:
-        title = "Tokens" if len(lengths) > 1 else f"{next(iter(lengths)).title()} tokens"
-        yield Chart(title, lengths, "count", metrics={*names.values()})
-    yield from chart("Thinking closed", "share", "thinking/closed_ratio")
-    yield from chart("Closed by the budget", "share", "thinking/forced_ratio")
-    yield from chart("Truncated at the limit", "share", "completions/clipped_ratio")
-    yield from chart("Tool calls per completion", "count", "tools/call_frequency")
-    metric_of = {"the tool failed": "tools/failure_frequency", "no valid call": "tools/invalid_frequency"}
-    wrong = {name: points_of(rows, metric) for name, metric in metric_of.items()}
-    if any(wrong.values()):
-        yield Chart("Tool calls gone wrong", wrong, "share", metrics={*metric_of.values()})
-    yield from chart("Turns per completion", "count", "tools/turns")
-    yield from chart("Entropy, nats", "number", "entropy")
-    yield from chart("KL to the reference, nats", "number", "kl")
-    yield from chart("Gradient norm", "number", "grad_norm")
+        yield Chart("Groups with signal", {"": signal}, "share")
+    for title, form, metric_of in CURVES:
+        lines = {name: points for name, metric in metric_of.items() if (points := points_of(rows, metric))}
+        if lines:
+            whole = f"{next(iter(lines)).title()} tokens" if title == "Tokens" and len(lines) == 1 else title
+            yield Chart(whole, lines, form)
     if speed := [Point(step, tokens / seconds) for step, tokens, seconds in read_sampled(rows)]:
         yield Chart("Tokens per second", {"": speed}, "count")

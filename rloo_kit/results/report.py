@@ -29,7 +29,6 @@ from rloo_kit.results.samples import sample_rollouts
 from rloo_kit.results.verdict import TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
-from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system.versions import installed_versions
 
 
@@ -50,10 +49,10 @@ def write_report(
     during = parse_evaluations(evaluations)
     measure = evaluations[-1]["measure"] if during else next(iter(shared_measures(before, after)), "accuracy")
     held_out = held_out_chart(before, after, during, measure, result.kept_step)
-    curves, constant = choose_curves(result.metrics, result.findings, held_out)
+    curves, constant = choose_curves(result.metrics, held_out)
     measures = ("measure [95 % interval]", *sides), merge_rows(*sides.values())
     changes = find_changes(before, after)
-    rollouts = sample_rollouts(read_rollouts(folder), result.steps)
+    rollouts = sample_rollouts(folder)
     shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
     page = make_page(
         "report.html.jinja",
@@ -121,4 +120,4 @@ def _health(result: TrainResult) -> Table:
         also = f"; consequences: {', '.join(finding.explains).replace('_', ' ')}" if finding.explains else ""
         rows.append((finding.title, steps, finding.found + also, finding.cause, finding.fix))
     head = ("finding", "since step", "evidence", "cause", "fix")
-    return Table("Health findings", head, rows, ids=[f"finding-{one.name}" for one in result.findings])
+    return Table("Health findings", head, rows)

@@ -5,7 +5,7 @@ The id of the closing tag, not the text, decides whether a completion closed its
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from rloo_kit.health.series import is_number
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.pages import show_text
 from rloo_kit.runs.find import find_run
-from rloo_kit.runs.rollouts import read_rollouts, read_step
+from rloo_kit.runs.rollouts import read_step, step_files
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
+ROOM = 4_000_000  # characters of completions in a page
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 
@@ -109,6 +110,15 @@ def cut_parts(parts: Sequence[str], limit: int) -> list[str]:
     return kept[::-1]
 
 
+def fit_page(completions: Sequence[Sequence[str]]) -> tuple[list[list[str]], int | None]:
+    """The texts of completions, printable, and cut so that all fit into a page; to how many characters each was cut,
+    None if none was."""
+    lengths = [sum(map(len, parts)) for parts in completions]
+    limit = longest_that_fits(lengths, ROOM)
+    cut = [list(map(show_text, cut_parts(parts, limit))) for parts in completions]
+    return cut, limit if any(length > limit for length in lengths) else None
+
+
 def _bare(thinking: str) -> str:
     return thinking.strip().removeprefix(THINK_START).strip()
 
@@ -166,14 +176,11 @@ def pick_completions(
     if order not in ORDERS:
         raise ConfigError(f"--order {order!r} is unknown; use one of {', '.join(ORDERS)}")
     folder = Path(find_run(source).folder)
-    rows = read_step(folder, step)
+    rows, steps = read_step(folder, step), list(step_files(folder))
+    if not steps:
+        raise RunNotFoundError(f"{folder} has no completions yet; try again after the first step")
     if not rows:
-        last = read_step(folder)
-        if not last:
-            raise RunNotFoundError(f"{folder} has no completions yet; try again after the first step")
-        first = next((row["step"] for row in read_rollouts(folder) if "step" in row), None)
-        asked = last[0]["step"] if step is None else step
-        raise RunNotFoundError(f"{folder} has no rollout of step {asked}; it has steps {first} to {last[0]['step']}")
+        raise RunNotFoundError(f"{folder} has no rollout of step {step}; it has steps {steps[0]} to {steps[-1]}")
     ordered = rows
     if order == "longest":
         ordered = sorted(rows, key=lambda row: -row["completion_tokens"])
@@ -197,62 +204,49 @@ def describe_completion(row: dict[str, Any], max_chars: int) -> dict[str, Any]:
 
 MOST_ROLLOUTS = 1000  # in a page
 STEPS = 10  # minimum number of steps, if there are that many
-ROOM = 4_000_000  # characters of completions in a page
 
 
 @dataclass
 class RolloutSample:
     """The rows for the page's script, in run order, the prompts that they refer to by index, the names of the rewards,
-    the run's number of rollouts, the length to which the longest were cut (None: none), the steps that are shown."""
+    the length to which the longest were cut (None: none), and which rollouts these are."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     rewards: list[str] = field(default_factory=list)
-    total: int = 0
     limit: int | None = None
-    steps: list[int] = field(default_factory=list)
+    rule: str = ""
 
     def describe(self) -> str:
         """The selection rule in one or two sentences."""
-        text = f"All {self.total:,} rollouts."
-        if len(self.rows) < self.total:
-            text = (
-                f"{len(self.rows):,} of {self.total:,} rollouts: whole groups from {len(self.steps)} steps (the first, "
-            )
-            text += "the last, evenly spaced ones between). All are in the run's folder."
-        return text + (
-            f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
-        )
+        cut = f" Completions are cut to {self.limit:,} characters, without their middle." if self.limit else ""
+        return self.rule + cut
 
 
-def sample_rollouts(rows: Iterable[dict[str, Any]], last_step: int) -> RolloutSample:
-    """Select whole groups from a run's rollouts, in the order of `read_rollouts`; the shown steps are spread evenly up
-    to the run's last one."""
-    found, due, each = RolloutSample(), None, 1
-    for step, groups, is_last in _read_steps(rows):
-        size = sum(map(len, groups))
-        found.total += size
-        if due is None:  # every step has about as many rollouts as the first
-            ahead = max(last_step - step, 0)
-            count = min(max(MOST_ROLLOUTS // size, STEPS), ahead + 1)
-            each = max(len(groups) * (MOST_ROLLOUTS // count) // size, 1)
-            due = sorted({step + round(place * ahead / max(count - 1, 1)) for place in range(count)})
-        if is_last or (due and due[0] <= step):  # a planned step without rollouts: the next that has some
-            found.steps.append(step)
-            shown = min(each, len(groups))
-            evenly = (groups[place * len(groups) // shown] for place in range(shown))
-            found.rows += [_page_row(row) for group in evenly for row in group]
-        due = [planned for planned in due if planned > step]
+def sample_rollouts(folder: Path) -> RolloutSample:
+    """A run's rollouts: all of a short run; else whole groups of evenly spaced steps, the first and the last among
+    them."""
+    found, steps = RolloutSample(), list(step_files(folder))
+    if not steps:
+        return found
+    count = max(MOST_ROLLOUTS // max(len(read_step(folder, steps[0])), 1), STEPS)  # every step has about as many
+    chosen = steps
+    if len(steps) > count:
+        chosen = [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+    is_whole = chosen == steps
+    for step in chosen:
+        rows = read_step(folder, step)
+        groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["group"])]
+        shown = min(max(MOST_ROLLOUTS // len(chosen) * len(groups) // max(len(rows), 1), 1), len(groups))
+        is_whole = is_whole and shown == len(groups)
+        evenly = (groups[place * len(groups) // shown] for place in range(shown))
+        found.rows += [_page_row(row) for group in evenly for row in group]
+    found.rule = f"All {len(found.rows):,} rollouts."
+    if not is_whole:
+        found.rule = f"{len(found.rows):,} rollouts: whole groups from {len(chosen)} of {len(steps):,} steps."
+        found.rule += " All are in the run's folder."
     _cut_texts(found)
     return found
-
-
-def _read_steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[list[dict[str, Any]]], bool]]:
-    """Each step with its completions grouped by prompt, and whether it is the last."""
-    steps = ((step, list(batch)) for step, batch in itertools.groupby(rows, key=lambda row: row["step"]))
-    for (step, batch), (_, following) in itertools.pairwise(itertools.chain(steps, [(0, [])])):
-        groups = itertools.groupby(batch, key=lambda row: row["group"])
-        yield step, [list(group) for _, group in groups], not following
 
 
 def _page_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -276,19 +270,16 @@ def _cut_texts(found: RolloutSample) -> None:
     """Cut the texts to fit the page, and store prompts and reward names once."""
     names = list(dict.fromkeys(name for row in found.rows for name in row["rewards"]))
     places: dict[str, int] = {}
-    texts = [
+    whole = [
         [*(text for _, text in row["steps"]), *(text for text, _ in row["thinking"]), row["answer"]]
         for row in found.rows
     ]
-    lengths = [sum(map(len, parts)) for parts in texts]
-    limit = longest_that_fits(lengths, ROOM)
-    found.limit = limit if any(length > limit for length in lengths) else None
-    for row, parts in zip(found.rows, texts, strict=True):
-        *shown, row["answer"] = map(show_text, cut_parts(parts, limit))
+    texts, found.limit = fit_page(whole)
+    for row, (*shown, answer) in zip(found.rows, texts, strict=True):
         count = len(row["steps"])
         row["steps"] = [(kind, text) for (kind, _), text in zip(row["steps"], shown[:count], strict=True)]
         row["thinking"] = [(text, forced) for (_, forced), text in zip(row["thinking"], shown[count:], strict=True)]
-        row["prompt"] = places.setdefault(row["prompt"], len(places))
+        row["answer"], row["prompt"] = answer, places.setdefault(row["prompt"], len(places))
         row["rewards"] = [row["rewards"].get(name) for name in names]
     found.prompts, found.rewards = list(places), [show_text(name) for name in names]
 

@@ -45,10 +45,9 @@ class TrainResult:
     """The result of a run.
 
     Attributes:
-        folder: the run's. adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
-        steps: optimizer steps done, those before a resume included.
+        adapter_folder: the trained adapter (or the whole model, with `model.lora=null`).
+        steps: optimizer steps done; seconds: of training. Both with the earlier sessions of a resumed run.
         metrics: the rows of `metrics.jsonl`, one per logged step.
-        seconds: of training, earlier sessions of a resumed run included.
         stopped: None if it ran to its end, else "early" (`eval.patience`; the run is finished), "interrupted" or the
             rule of `health:` that stopped it ("no signal"); if read from a folder also "failed" and "running".
         adapter_step: the step of the adapter's weights: the last, or with `eval.every_steps` the best evaluation's;
@@ -161,12 +160,8 @@ class Verdict:
 def judge_run(
     run: RunConfig, result: TrainResult, before: Evaluation | None = None, after: Evaluation | None = None
 ) -> Verdict:
-    """The verdict on a run: the first of OUTCOMES that is true of it, with what else was measured.
-
-    Args:
-        result: its folder, steps, stopped, adapter_step, metrics, method and findings are read.
-        before, after: evaluations of the same prompts; None if the run was not evaluated.
-    """
+    """The verdict on a run: the first of OUTCOMES that is true of it, with what else was measured. `before`, `after`:
+    evaluations of the same prompts; None if the run was not evaluated."""
     facts = _Facts(run, result, before, after)
     outcome = next(one for one in OUTCOMES if facts.meet(one.when))
     kind, cause = outcome.kind, facts.findings.get(outcome.cause)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.health.rules import Finding
 from rloo_kit.results.plots import (
     MOST_POINTS,
     Chart,
@@ -20,8 +19,8 @@ from rloo_kit.results.plots import (
 )
 
 
-def titles(metrics: list[dict[str, Any]], *findings: Finding) -> list[str]:
-    return [one.title for one in choose_curves(metrics, findings)[0]]
+def titles(metrics: list[dict[str, Any]]) -> list[str]:
+    return [one.title for one in choose_curves(metrics)[0]]
 
 
 def rows(steps: int, **values: Any) -> list[dict[str, Any]]:
@@ -44,14 +43,12 @@ def test_a_long_run_is_drawn_with_few_points() -> None:
     assert step == 49_999 and value == pytest.approx(sum(one.value for one in points[-5_000:]) / 5_000)
 
 
-def test_a_flat_panel_is_drawn_where_it_is_the_finding() -> None:
-    """A reward that stays at 0 is what the reader has to see; other flat lines are named instead of drawn."""
-    finding = Finding("cold_start", "0 % right", "easier prompts", since=1, last=9)
-    drawn, constant = choose_curves(rows(9, reward=0.0, rewards__answer_reward__mean=0.0, kl=0.0), [finding])
-    assert [(one.title, one.found) for one in drawn] == [("Reward: answer_reward", {"cold_start": "cold start"})]
-    assert constant == ["KL to the reference, nats 0"]
-    assert choose_curves([], []) == ([], [])
-    assert choose_curves([{"step": 1, "reward": 0.5}], []) == ([], ["reward, weighted sum 0.5"])
+def test_flat_curves_are_words() -> None:
+    """A panel of a straight line shows no more than its value."""
+    drawn, constant = choose_curves(rows(9, reward=lambda step: step / 10, rewards__answer_reward__mean=0.0, kl=0.0))
+    assert [one.title for one in drawn] == ["Reward: answer_reward"] and constant == ["KL to the reference, nats 0"]
+    assert choose_curves([]) == ([], [])
+    assert choose_curves([{"step": 1, "reward": 0.5}]) == ([], ["reward, weighted sum 0.5"])
 
 
 def test_every_reward_has_its_panel() -> None:
@@ -78,7 +75,7 @@ def test_tokens_are_counted_over_steps_that_were_not_logged() -> None:
     row = {"completions/mean_length": 10.0, "step_time": 2.0}
     metrics = [row | {"step": step, "episode": 8 * step} for step in (5, 10, 12)]
     assert tokens_generated(metrics) == 12 * 8 * 10
-    assert titles(metrics) == [] and "tokens per second 40.0" in choose_curves(metrics, [])[1]
+    assert titles(metrics) == [] and "tokens per second 40.0" in choose_curves(metrics)[1]
     samples = {"step_time": 3.0, "completions/mean_length": 10.0}
     steps = [{"step": step, "episode": 8.0 * ((step + 1) // 2)} for step in range(1, 6)]
     metrics = [row | (samples if row["step"] % 2 else {"step_time": 1.0}) for row in steps]

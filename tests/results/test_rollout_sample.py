@@ -3,15 +3,17 @@ two evaluations are paired."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rloo_kit.results.changes import change_of, compare, find_changes, pair_means
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
-from rloo_kit.results.samples import MOST_ROLLOUTS, ROOM, sample_rollouts
+from rloo_kit.results.samples import MOST_ROLLOUTS, ROOM, RolloutSample, sample_rollouts
+from rloo_kit.runs.rollouts import Rollouts
 from tests.evaluations import mean_of
 from tests.results.test_report import make_rollout, make_sample
 
@@ -22,52 +24,59 @@ def make_rows(steps: int, per_step: int, **changes: Any) -> Iterator[dict[str, A
     return (make_rollout(step, number, **changes) for step in range(1, steps + 1) for number in range(per_step))
 
 
-def test_a_large_run_is_sampled_by_the_rule() -> None:
+def sample(folder: Path, rows: Iterable[dict[str, Any]]) -> RolloutSample:
+    """What the report of a run with these rollouts shows."""
+    folder.mkdir(exist_ok=True)
+    Rollouts(folder).append(rows)
+    return sample_rollouts(folder)
+
+
+def test_a_large_run_is_sampled_by_the_rule(tmp_path: Path) -> None:
     """A small run is shown whole; else whole groups of the first, the last and evenly spaced steps."""
-    small = sample_rollouts(make_rows(30, 8), 30)
-    assert len(small.rows) == small.total == 240 and small.describe() == "All 240 rollouts."
-    found = sample_rollouts(make_rows(46, 200), 46)
+    small = sample(tmp_path / "small", make_rows(30, 8))
+    assert len(small.rows) == 240 and small.describe() == "All 240 rollouts."
+    found = sample(tmp_path / "large", make_rows(46, 200))
     groups = Counter((row["step"], row["group"]) for row in found.rows)
-    assert found.total == 9200 and set(groups.values()) == {K}
-    assert found.steps == [*range(1, 47, 5)] and len(found.rows) == MOST_ROLLOUTS
-    assert "of 9,200 rollouts: whole groups from 10 steps" in found.describe()
+    assert set(groups.values()) == {K} and len(found.rows) == MOST_ROLLOUTS
+    assert {step for step, _ in groups} == {*range(1, 47, 5)}
+    assert "1,000 rollouts: whole groups from 10 of 46 steps" in found.describe()
 
 
-def test_texts_are_cut_to_what_a_page_may_hold() -> None:
+def test_texts_are_cut_to_what_a_page_may_hold(tmp_path: Path) -> None:
     """1,500 completions of 8,000 tokens are 48 MB; the answer is cut last."""
     text = "x" * 30_000 + "</think>\n\n42"
-    found = sample_rollouts(make_rows(12, 16, completion=text, answer_start=30_008), 12)
+    found = sample(tmp_path, make_rows(12, 16, completion=text, answer_start=30_008))
     assert found.limit is not None and len(json.dumps(found.rows)) < ROOM * 1.1
     assert all(row["answer"] == "42" for row in found.rows) and f"cut to {found.limit:,}" in found.describe()
     assert "characters left out" in found.rows[0]["thinking"][0][0]
 
 
-def test_the_turns_of_an_episode_are_cut_before_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_turns_of_an_episode_are_cut_before_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool returns up to 100,000 characters; the last turn, which is judged, stays whole."""
     monkeypatch.setattr("rloo_kit.results.samples.ROOM", 40_000)
     call = {"function": {"name": "read", "arguments": {"path": "a b", "lines": [1, 2]}}}
     turns = [{"role": "assistant", "reasoning_content": "hm", "content": "I look", "tool_calls": [call, call]}]
     turns += [{"role": "tool", "name": "read", "content": content} for content in ("x" * 50_000, "")]
     turns += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "0"}]
-    plain, row = sample_rollouts([make_rollout(1, 0), make_rollout(1, 1, turns=turns, tool_calls=2)], 1).rows
+    plain, row = sample(tmp_path / "a", [make_rollout(1, 0), make_rollout(1, 1, turns=turns, tool_calls=2)]).rows
     kinds = ["thinking", "text", "call", "call", "result", "result", "reply"]
     assert [kind for kind, _ in row["steps"]] == kinds and row["calls"] == "2"
     texts = [text for _, text in row["steps"]]
     assert texts[:3] == ["[...]", "[...]", "[...]"] and "characters left out" in texts[4]
     assert texts[5:] == ["(empty)", "go on"] and (row["thinking"], row["answer"]) == ([("sum 1", False)], "1")
     assert plain["steps"] == [] and "calls" not in plain
-    (row,) = sample_rollouts([make_rollout(1, 1, turns=[turns[0], *turns[2:]])], 1).rows
+    (row,) = sample(tmp_path / "b", [make_rollout(1, 1, turns=[turns[0], *turns[2:]])]).rows
     assert row["steps"][2] == ("call", 'read(path="a b", lines=[1, 2])')
 
 
-def test_a_prompt_may_be_messages() -> None:
+def test_a_prompt_may_be_messages(tmp_path: Path) -> None:
     """As TRL has them; and a completion may have no score."""
     messages, said = [{"role": "user", "content": "1+1="}], [{"role": "assistant", "content": "2"}]
     rows = [make_rollout(1, 1, reward=None, advantage=None)]
     rows.append(make_rollout(1, 2, prompt=messages, completion=said, answer_start=None))
-    found = sample_rollouts(rows, 1)
-    assert found.total == 2 and found.prompts[1] == "user: 1+1=" and found.rows[1]["answer"] == "2"
-    assert sample_rollouts([], 5).total == 0
+    found = sample(tmp_path, rows)
+    assert found.prompts[1] == "user: 1+1=" and found.rows[1]["answer"] == "2"
+    assert sample_rollouts(tmp_path / "none").rows == []
 
 
 def make_sides(old: list[float], new: list[float], samples: int) -> tuple[Evaluation, Evaluation]:
