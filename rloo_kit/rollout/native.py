@@ -52,19 +52,14 @@ class NativeEngine(Engine):
         self.uses_graphs = model.device.type == "cuda"
         self.counts: Counter[str] = Counter()
         self._model, self._mode = model, mode
-        self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
-
-    @property
-    def decoder(self) -> str | None:
-        """Name of the class that decoded last."""
-        return None if self._decoder is None else self._decoder.__name__
+        self.decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
 
     def _finish(self, call: Call) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._mode())
             stack.enter_context(torch.no_grad())
-            decoder = make_decoder(self._model, self._decoder)
-            self._decoder = type(decoder)
+            decoder = make_decoder(self._model, self.decoder)
+            self.decoder = type(decoder)
             if decoder.replayable:  # it knows its precision
                 stack.enter_context(torch.autocast(decoder.device.type, enabled=False))
             waiting = deque(call.states[number] for number in call.order)
