@@ -22,11 +22,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[int]) -> "Spread":
-        """Of at least one value.
-
-        >>> Spread.of([5, 1, 2, 3, 4, 6, 7, 8, 9, 10])
-        Spread(median=5, p90=9, most=10)
-        """
         ordered = sorted(values)
         return cls(*(ordered[-(-share * len(ordered) // 100) - 1] for share in (50, 90, 100)))
 
@@ -54,7 +49,7 @@ class Measures:
         closed: share of completions that close their thinking themselves. forced: share that the budget closed.
         signal: groups that can move the policy. pass_rate: share of correct answers, with its 95 % interval.
         logp_gap: mean absolute difference of the trainer's and the sampler's log-probability, nats per token.
-        grad_norm: of a step at full length. moved: share of the numbers with a gradient that the step changed.
+        grad_norm: of a step at full length.
         rollout_gib: computed. training_gib: of a step at full length. usable_gib: of the machine.
         step_s: seconds of an optimizer step. hours: of the run with its evaluations, on `device`.
     """
@@ -76,7 +71,6 @@ class Measures:
     pass_high: float | None = None
     logp_gap: float | None = None
     grad_norm: float | None = None
-    moved: float | None = None
     rollout_gib: float | None = None
     training_gib: float | None = None
     usable_gib: float | None = None
@@ -109,8 +103,6 @@ class Measures:
             yield "sampler, trainer", f"log-probs differ by {self.logp_gap:.1e} nats per token"
         if self.grad_norm is not None:
             yield "gradient", f"norm {self.grad_norm:.3g}, of a step at full length"
-        if self.moved is not None:
-            yield "weights moved", f"{self.moved:.1%} of those with a gradient"
         if self.training_gib:
             rollout = f"rollout {self.rollout_gib:.2f} GiB (computed), " if self.rollout_gib else ""
             yield "memory", f"{rollout}training {self.training_gib:.2f} GiB of {self.usable_gib:.2f}"

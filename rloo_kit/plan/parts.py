@@ -6,7 +6,6 @@ backward pass, Unsloth's kernels and vLLM's buffers are estimates.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 from rloo_kit import sizes
 from rloo_kit.plan.shapes import ModelShape
@@ -25,6 +24,9 @@ LOGITS_BYTES = 40  # per row and token of the vocabulary, in vLLM's profiling ru
 GRAPHS_GIB, GRAPHS_ROW_MIB = 0.4, 8
 # (largest pool in GiB, tokens per forward pass that Unsloth sets for it): `load_vllm` of unsloth_zoo.
 UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192))
+# Of Qwen3.5, 0.8B to 27B: a state takes as much as so many tokens' keys and values in all layers, and transformers' own
+# delta nets save so many times what gated attention does.
+HYBRID_TOKENS, HYBRID_SAVED = 800, 3.25
 # The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json: the possible
 # error of a plan.
 UNMEASURED = 0.1
@@ -84,7 +86,8 @@ class Workload:
     def cache_tokens(self) -> int:
         """Tokens per row that the cache allocates, in whole blocks."""
         block = sizes.GRAPH_CACHE_BLOCK if self.has_graphs else sizes.CACHE_BLOCK
-        return -(-self.row_tokens // block) * block
+        tokens = max(self.row_tokens, HYBRID_TOKENS) if self.shape.is_hybrid else self.row_tokens
+        return -(-tokens // block) * block
 
     @property
     def has_graphs(self) -> bool:
@@ -95,7 +98,7 @@ class Workload:
     @property
     def pass_tokens(self) -> int:
         """Tokens of the largest training pass."""
-        prompts = self.num_generations if self.fused or self.shape.delta else 1
+        prompts = self.num_generations if self.fused or self.shape.is_hybrid else 1
         group = prompts * self.prompt_tokens + self.num_generations * self.completion_tokens
         least = group if self.whole_groups else self.row_tokens
         return min(max(self.tokens_per_pass, least), self.completions * self.row_tokens)
@@ -113,10 +116,10 @@ def nf4_bytes(weights: int) -> int:
 
 def body_bytes(work: Workload) -> int:
     """The matrices of the layers."""
-    shape, total = work.shape, 0
-    for layers, matrices in shape.matrices:
-        for layer, (name, (rows, columns)) in product(layers, matrices.items()):
-            is_packed = work.four_bit and not shape.is_kept(f"model.layers.{layer}.{name}")
+    total = 0
+    for layer in range(work.shape.num_layers):
+        for name, (rows, columns) in work.shape.matrices.items():
+            is_packed = work.four_bit and not work.shape.is_kept(f"model.layers.{layer}.{name}")
             total += nf4_bytes(rows * columns) if is_packed else rows * columns * work.weight_bytes
     return total
 
@@ -128,21 +131,18 @@ def table_bytes(work: Workload) -> int:
 
 def _trained_matrices(work: Workload) -> Iterator[tuple[int, int, int]]:
     """(rows, columns, count) of the trained matrices; norms and biases as one row."""
-    shape = work.shape
-    if work.lora_rank is None:
-        for layers, matrices in shape.matrices:
-            yield from ((rows, columns, len(layers)) for rows, columns in matrices.values())
+    shape, rank = work.shape, work.lora_rank
+    tables = {"lm_head": (shape.vocab_size, shape.hidden_size), "embed_tokens": (shape.vocab_size, shape.hidden_size)}
+    if rank is None:
+        yield from ((rows, columns, shape.num_layers) for rows, columns in shape.matrices.values())
         yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
         yield 1, shape.vector_weights, 1
         return
-    for layers, matrices in shape.matrices:
-        for name, (rows, columns) in matrices.items():
-            if name.rpartition(".")[2] in work.lora_targets:
-                yield rows, work.lora_rank, len(layers)
-                yield work.lora_rank, columns, len(layers)
-    for _ in {"lm_head", "embed_tokens"} & set(work.lora_targets):
-        yield shape.vocab_size, work.lora_rank, 1
-        yield work.lora_rank, shape.hidden_size, 1
+    for name, (rows, columns) in (shape.matrices | tables).items():
+        if name.rpartition(".")[2] in work.lora_targets:
+            count = 1 if name in tables else shape.num_layers
+            yield rows, rank, count
+            yield rank, columns, count
 
 
 def trained_weights(work: Workload) -> int:
@@ -172,59 +172,44 @@ def cache_bytes_per_token(work: Workload) -> int:
     return work.shape.cache_elements * (1 if work.float8_cache else work.weight_bytes)
 
 
-def state_bytes(work: Workload) -> int:
-    """One row's states of the layers without a KV cache, in float32, and the last inputs of their convolutions."""
-    if (net := work.shape.delta) is None:
-        return 0
-    state = FLOAT * net.value_heads * net.key_dim * net.value_dim
-    return len(net.layers) * (state + work.weight_bytes * net.conv_size * net.kernel)
-
-
 def cache_bytes(work: Workload, rows: int) -> int:
     """The rollout's cache of `rows` completions at full length, in whole blocks."""
-    return rows * (work.cache_tokens * cache_bytes_per_token(work) + state_bytes(work))
+    return rows * work.cache_tokens * cache_bytes_per_token(work)
 
 
-def saved_bytes_per_token(work: Workload, kind: int = 0) -> int:
+def saved_bytes_per_token(work: Workload) -> int:
     """Bytes per token that one layer saves for its backward pass; a test counts them in a real model.
 
     The inputs of the norms in float32 (Qwen3 has norms of q and k too); q, k, v and the attention's output; gate, its
     activation and up; and the inputs of the matrices, which a float32 adapter on a 16-bit model casts once per
     matrix. Unsloth's kernels save the inputs of norms and blocks, q, k, v and the output, gate and up (estimated).
-    A gate of attention adds three queries. A delta net (`kind` 1 of `shape.matrices`) is estimated from above, for
-    transformers' own code with its chunks of 64 tokens; the kernels of flash-linear-attention save less.
     """
-    shape, size, matrices = work.shape, work.compute_bytes, work.shape.matrices[kind][1]
+    shape, size, rank = work.shape, work.compute_bytes, work.lora_rank or 0
     qk_norm = shape.query_size + shape.kv_size if shape.qk_norm else 0
-    attention = (2 if shape.delta is None else 5) * shape.query_size + 2 * shape.kv_size
+    attention = (5 if shape.is_hybrid else 2) * shape.query_size + 2 * shape.kv_size
     if work.fused and shape.has_kernels:
         return (4 * shape.hidden_size + qk_norm + attention + 2 * shape.intermediate_size) * size
-    inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in matrices.items()}
-    trained = [name for name in inputs if name in work.lora_targets] if work.lora_rank is not None else []
+    inputs = {name.rpartition(".")[2]: columns for name, (_, columns) in shape.matrices.items()}
+    trained = [name for name in inputs if rank and name in work.lora_targets]
     if trained and size < FLOAT:
-        copied = sum(inputs[name] + 2 * (work.lora_rank or 0) for name in trained)
+        copied = sum(inputs[name] + 2 * rank for name in trained)
     else:
-        copied = 2 * shape.hidden_size + sum(inputs.get(name, 0) for name in ("o_proj", "out_proj", "down_proj"))
-        copied += len(trained) * (work.lora_rank or 0)
-    mixer = qk_norm * FLOAT + attention * size
-    if kind and (net := shape.delta) is not None:
-        keys, values, chunks = (net.value_heads * width for width in (net.key_dim, net.value_dim, 64))
-        mixer = (6 * keys + 5 * values + 4 * chunks + 2 * keys * net.value_dim // 64) * FLOAT
-        mixer += (7 * keys + 3 * values + 3 * net.conv_size) * size
-    return 2 * shape.hidden_size * FLOAT + mixer + (3 * shape.intermediate_size + copied) * size
+        copied = 2 * shape.hidden_size + inputs["o_proj"] + inputs["down_proj"] + len(trained) * rank
+    saved = (2 * shape.hidden_size + qk_norm) * FLOAT + (attention + 3 * shape.intermediate_size + copied) * size
+    return int(HYBRID_SAVED * saved) if shape.is_hybrid else saved
 
 
 def activation_bytes(work: Workload) -> int:
     """Of the largest training pass: activations saved for the backward pass, and its transients."""
     shape, size = work.shape, work.compute_bytes
-    layers = [saved_bytes_per_token(work, kind) for kind in range(len(shape.matrices))]
+    layer = saved_bytes_per_token(work)
     on_the_way = 3 * shape.intermediate_size * size  # gradients of gate, up and their product
     checkpoint = shape.hidden_size * size
     ends = shape.hidden_size * (2 * size + FLOAT)  # the embedding's output, the last norm's input and output
     if work.checkpointing == "off":
-        body = sum(len(places) * layer for (places, _), layer in zip(shape.matrices, layers, strict=True))
+        body = shape.num_layers * layer
     else:  # offloaded: the checkpoint in use, and the next one in transfer
-        body = max(layers) + checkpoint * (2 if work.checkpointing == "offloaded" else shape.num_layers)
+        body = layer + checkpoint * (2 if work.checkpointing == "offloaded" else shape.num_layers)
     return work.pass_tokens * (body + on_the_way + ends)
 
 
@@ -242,13 +227,8 @@ def decoder_bytes(work: Workload) -> tuple[int, str]:
     if not work.four_bit and work.weight_bytes == FLOAT and (size := body_bytes(work)) <= sizes.MERGED_LIMIT_BYTES:
         return size, "a copy of the layers with the adapter merged"
     together = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # joined, so with scales in float32
-    joined = sum(
-        len(layers) * rows * columns
-        for layers, matrices in work.shape.matrices
-        for name, (rows, columns) in matrices.items()
-        if name.rpartition(".")[2] in together
-    )
-    scales = FLOAT * joined // BLOCK if work.four_bit else 0
+    joined = sum(rows * columns for name, (rows, columns) in work.shape.matrices.items() if name.endswith(together))
+    scales = FLOAT * work.shape.num_layers * joined // BLOCK if work.four_bit else 0
     # An adapter's second matrices are a block-diagonal one for the projections of one input.
     adapter = 1.6 * work.compute_bytes * (trained_weights(work) if work.lora_rank is not None else 0)
     return scales + int(adapter), "the adapter in the model's precision, scales of 4-bit weights in float32"
@@ -277,9 +257,8 @@ def adapter_bytes(work: Workload) -> int:
 
 
 def row_bytes(work: Workload) -> int:
-    """Keys and values of a full-length completion with its prompt, in whole pages, and its states."""
-    tokens = -(-work.row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-    return tokens * cache_bytes_per_token(work) + state_bytes(work)
+    """Keys and values of a full-length completion with its prompt, in whole pages."""
+    return -(-work.row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS * cache_bytes_per_token(work)
 
 
 def pool_bytes(work: Workload, rows: int) -> int:
@@ -294,7 +273,7 @@ def pool_bytes(work: Workload, rows: int) -> int:
 
 def least_pool_bytes(work: Workload) -> int:
     """The pool below which vLLM does not start."""
-    return max(work.max_length, work.row_tokens) * cache_bytes_per_token(work) + state_bytes(work)
+    return max(work.max_length, work.row_tokens) * cache_bytes_per_token(work)
 
 
 def buffer_bytes(work: Workload, rows: int) -> int:
@@ -356,7 +335,7 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
     tables = "embedding, tied with the head" if shape.tied else "embedding and head"
     tables += f", {shape.vocab_size} x {shape.hidden_size}; norms; {8 * work.weight_bytes} bits"
     copied = {"none": 0, "adapter": trained, "model": body_bytes(work) + table_bytes(work)}[work.reference]
-    largest_matrix = max(rows * columns for _, matrices in shape.matrices for rows, columns in matrices.values())
+    largest_matrix = max(rows * columns for rows, columns in shape.matrices.values())
     lasting = (
         ("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}"),
         ("weights: tables", table_bytes(work), tables),
@@ -393,17 +372,13 @@ def _list_vllm(work: Workload, rows: int) -> Iterator[Row]:
 
 def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:
     """What the kit's own engines need for a rollout."""
-    shape, states = work.shape, state_bytes(work)
-    each = f"{work.cache_tokens} tokens x {cache_bytes_per_token(work) / 1024:.4g} KiB"
-    each = each if shape.delta is None else f"({each} + {states / 2**20:.4g} MiB)"
-    yield "cache", cache_bytes(work, rows), 0, f"{rows} x {each}"
+    shape, kib = work.shape, cache_bytes_per_token(work) / 1024
+    yield "cache", cache_bytes(work, rows), 0, f"{rows} x {work.cache_tokens} tokens x {kib:.4g} KiB"
     if work.has_graphs:
         yield "graphs", int(NATIVE_GRAPHS_GIB * GIB), 0, "CUDA graphs of a token step; assumed, not measured"
     else:
-        # With as many key heads as query heads, to grow one layer's keys; at least three states of a delta net.
         width = 2 * shape.query_size if shape.num_heads > shape.num_kv_heads else shape.kv_size
-        state = states // max(shape.num_layers - shape.num_attention, 1)
-        decoding = rows * max(work.cache_tokens * width * work.weight_bytes, 3 * state)
+        decoding = rows * work.cache_tokens * width * work.weight_bytes
         yield "decoding", decoding, 0, "one layer's keys and values, once per query head"
     if work.engine == "native":
         size, detail = decoder_bytes(work)

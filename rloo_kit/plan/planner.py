@@ -62,7 +62,7 @@ def find_machine(gpu_gib: float | None = None) -> Machine:
         return Machine(f"a GPU with {gpu_gib:.4g} GiB", gpu_gib, RESERVE_GIB, True, is_here=False)
     gpu = None if is_cpu_torch() else find_gpus().gpu
     if gpu is not None:
-        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True, capability=gpu.capability)
+        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True)
     return Machine("the CPU", available_gib(), CPU_RESERVE_GIB, False)
 
 
@@ -71,78 +71,61 @@ def read_workload(
 ) -> Workload:
     """The inputs of the arithmetic for a run; see `plan_vram`. `engine` overrides `rollout.engine`; auto is read as the
     backend's engine without vLLM."""
+    model, rloo, vllm = run.model, run.rloo, run.rollout.vllm
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
-    fused = uses_unsloth(run, machine)
+    on_cuda, fused, processes = machine.on_cuda, uses_unsloth(run, machine), count_processes()
+    dtype = model.dtype if model.dtype != "auto" else "bfloat16" if on_cuda and model.lora else "float32"
+    rank, targets, reference = _read_trained(run, shape)
+    longest = int(rloo.max_completion_length)
+    if rloo.thinking_budget is not None and rloo.answer_budget is not None and not rloo.has_tools:
+        closing = CLOSE_TOKENS.get(rloo.thinking_close, 1)
+        longest = min(rloo.thinking_budget + closing + rloo.answer_budget, longest)
+    engine = engine or run.rollout.engine
+    if engine == "auto":
+        engine = "generate" if shape.is_hybrid or (fused and not shape.has_kernels) else "native"
+    checkpointing = "on" if model.gradient_checkpointing else "off"
+    share = vllm.gpu_memory_utilization
     work = Workload(
         shape=shape,
+        four_bit=model.load_in_4bit or shape.is_quantised,
+        weight_bytes=4 if dtype == "float32" else 2,
+        compute_bytes=4 if dtype == "float32" and not (on_cuda and model.lora is None) else 2,
+        lora_rank=rank,
+        lora_targets=tuple(targets),
+        optim=rloo.optim,
+        checkpointing="offloaded" if fused and model.gradient_checkpointing == "unsloth" else checkpointing,
         fused=fused,
-        on_cuda=machine.on_cuda,
-        **_read_model(run, shape, machine, fused),
-        **_read_rloo(run, machine),
-        **_read_engine(run, shape, machine, fused, engine or run.rollout.engine),
+        tokens_per_pass=1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not on_cuda],
+        whole_groups=rloo.memory == "fast" and rloo.beta > 0,
+        reference=reference if rloo.beta > 0 else "none",
+        prompt_tokens=run.data.max_prompt_length,
+        completion_tokens=longest,
+        num_generations=rloo.num_generations,
+        completions=rloo.generation_batch_size // processes,
+        on_cuda=on_cuda,
+        engine=engine,
+        float8_cache=engine == "vllm" and vllm.float8_kv_cache,
+        max_length=model.max_seq_length,
+        enforce_eager=vllm.enforce_eager,
+        vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
+        keeps_gradients=rloo.generation_batch_size < step_completions(run) * processes,
     )
     # The checkpoint keeps layers in 16 bit, and the config.json that lists them is not on this machine.
-    if shape.source.startswith("the published") and run.model.name.endswith(DYNAMIC_ENDING):
+    if shape.source.startswith("the published") and model.name.endswith(DYNAMIC_ENDING):
         return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
     return work
 
 
-def _read_model(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool) -> dict[str, Any]:
-    """Precisions, what is trained, and what that keeps in memory."""
-    model, by_machine = run.model, "bfloat16" if machine.on_cuda and run.model.lora else "float32"
-    is_wide = (by_machine if model.dtype == "auto" else model.dtype) == "float32"
-    rank: int | None = None  # every parameter is trained
-    targets: Iterable[str] = ()
-    reference = "model"
-    if model.lora is not None:
-        every = {name.rpartition(".")[2]: None for _, matrices in shape.matrices for name in matrices}
-        rank, targets, is_continued = model.lora.r, model.lora.target_modules or every, model.adapter is not None
-        settings = read_adapter(model.adapter or model.name)
-        if isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list):
-            rank, targets, is_continued = settings["r"], settings["target_modules"], True
-        reference = "adapter" if is_continued and run.rloo.reference == "start" else "none"
-    checkpointing = "on" if model.gradient_checkpointing else "off"
-    return {
-        "four_bit": model.load_in_4bit or shape.is_quantised,
-        "weight_bytes": 4 if is_wide else 2,
-        "compute_bytes": 4 if is_wide and not (machine.on_cuda and model.lora is None) else 2,
-        "lora_rank": rank,
-        "lora_targets": tuple(targets),
-        "checkpointing": "offloaded" if fused and model.gradient_checkpointing == "unsloth" else checkpointing,
-        "reference": reference if run.rloo.beta > 0 else "none",
-        "max_length": model.max_seq_length,
-    }
-
-
-def _read_rloo(run: RunConfig, machine: Machine) -> dict[str, Any]:
-    """Lengths, and the sizes of a rollout and of a pass."""
-    rloo, processes, longest = run.rloo, count_processes(), run.rloo.max_completion_length
-    if rloo.thinking_budget is not None and rloo.answer_budget is not None and not rloo.has_tools:
-        budgets = rloo.thinking_budget + CLOSE_TOKENS.get(rloo.thinking_close, 1) + rloo.answer_budget
-        longest = min(budgets, longest)
-    return {
-        "optim": rloo.optim,
-        "tokens_per_pass": 1 if rloo.memory == "low" else rloo.tokens_per_pass or TOKENS_PER_PASS[not machine.on_cuda],
-        "whole_groups": rloo.memory == "fast" and rloo.beta > 0,
-        "prompt_tokens": run.data.max_prompt_length,
-        "completion_tokens": int(longest),
-        "num_generations": rloo.num_generations,
-        "completions": rloo.generation_batch_size // processes,
-        "keeps_gradients": rloo.generation_batch_size < step_completions(run) * processes,
-    }
-
-
-def _read_engine(run: RunConfig, shape: ModelShape, machine: Machine, fused: bool, engine: str) -> dict[str, Any]:
-    """The engine, and the keys of vLLM."""
-    if engine == "auto":
-        engine = "generate" if shape.delta or (fused and not shape.has_kernels) else "native"
-    vllm, share = run.rollout.vllm, run.rollout.vllm.gpu_memory_utilization
-    return {
-        "engine": engine,
-        "float8_cache": engine == "vllm" and vllm.float8_kv_cache,
-        "enforce_eager": vllm.enforce_eager,
-        "vllm_bytes": None if share is None else int(share * machine.total_gib * GIB),
-    }
+def _read_trained(run: RunConfig, shape: ModelShape) -> tuple[int | None, Iterable[str], str]:
+    """The adapter's rank (None: every parameter is trained) and matrices, and what a KL penalty needs a copy of."""
+    model = run.model
+    if model.lora is None:
+        return None, (), "model"
+    targets = model.lora.target_modules or [name.rpartition(".")[2] for name in shape.matrices]
+    rank, is_continued, settings = model.lora.r, model.adapter is not None, read_adapter(model.adapter or model.name)
+    if isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list):
+        rank, targets, is_continued = settings["r"], settings["target_modules"], True
+    return rank, targets, "adapter" if is_continued and run.rloo.reference == "start" else "none"
 
 
 def wanted_rows(run: RunConfig, work: Workload) -> int | None:
@@ -187,12 +170,6 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):
         return problems[0]
-    if work.float8_cache and machine.capability is not None and machine.capability < (8, 0):
-        capability = ".".join(map(str, machine.capability))
-        return (
-            f"rollout.vllm.float8_kv_cache is true, which needs compute capability 8.0, and {machine.name} has "
-            f"{capability}: set rollout.vllm.float8_kv_cache=false"
-        )
     version = installed_version("vllm") if work.four_bit and machine.is_here else None
     if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
         return (
@@ -281,8 +258,8 @@ def plan_vram(
         no_gpu = Problem(
             "machine",
             f"No GPU: {run.model.name} has {work.shape.size}, and {describe_step(run, work)}",
-            f"`rloo-kit plan FILE --gpu-gib N` plans for a GPU with N GiB; {ON_CPU} fits this machine",
-            level="error" if hours > MOST_HOURS else "warning",
+            f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {_instead(machine)}",
+            level="error" if hours > MOST_HOURS or peak > limit else "warning",
         )
     gpu = find_gpu(machine.name, machine.total_gib) if machine.on_cuda and work.engine != "server" else None
     return VramPlan(
@@ -313,19 +290,14 @@ def find_machine_problem(run: RunConfig) -> Problem | None:
         plan = plan_vram(run)
     except ConfigError:
         return None
-    config = fitting_config(plan.machine)
-    other = f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
-    if plan.no_gpu is not None:
-        fix = f"take a machine with a GPU (`rloo-kit plan FILE --gpu-gib N` says what fits), or {other}"
-        return replace(plan.no_gpu, fix=fix, level="error" if plan.headroom_gib < 0 else plan.no_gpu.level)
-    if plan.headroom_gib >= 0:
-        return None
+    if plan.no_gpu is not None or plan.headroom_gib >= 0:
+        return plan.no_gpu
     takes = f"{plan.model} does not fit: {plan.binds} takes {plan.peak_gib:.1f} GiB at full length, and "
     found = f"{takes}{plan.machine.name} has {plan.machine.usable_gib:.1f}"
     if plan.changes and plan.changes[-1].fits:
         changes = " ".join(change.override for change in plan.changes)
         return Problem("machine", found, f"set {changes}", level="warning")
-    return Problem("machine", found, other)
+    return Problem("machine", found, _instead(plan.machine))
 
 
 # ------------------------------------------------------------------------------------------ what to change
@@ -370,6 +342,12 @@ def _candidates(run: RunConfig, work: Workload, limit: float) -> Iterator[tuple[
         is_budget = run.rloo.answer_budget is not None and not run.rloo.has_tools and less > 0
         key, value = ("rloo.thinking_budget", less) if is_budget else ("rloo.max_completion_length", tokens)
         yield key, value, replace(work, completion_tokens=tokens)
+
+
+def _instead(machine: Machine) -> str:
+    """What else to train: the largest shipped config that fits this GPU, without a GPU the embedded model's."""
+    config = fitting_config(machine)
+    return f"train {config}, which fits this machine" if config else "take a smaller model or a larger GPU"
 
 
 def fitting_config(machine: Machine) -> str | None:

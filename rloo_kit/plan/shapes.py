@@ -26,27 +26,6 @@ BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
 _ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-base")
 _KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-DELTA_KEYS = [  # the fields of DeltaNet, without its layers
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The gated delta nets in place of attention in some `layers` of Qwen3.5: a state of fixed size, no KV cache."""
-
-    layers: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_dim: int = 128
-    value_dim: int = 128
-    kernel: int = 4
-
-    @property
-    def conv_size(self) -> int:
-        """Width of the convolution: all queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -55,8 +34,8 @@ class ModelShape:
 
     Attributes:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
-        delta: layers without attention; with it, the others gate their attention. has_kernels: Unsloth has kernels for
-            this type.
+        is_hybrid: Qwen3.5, three of four layers of which are delta nets: counted from above, as gated attention.
+        has_kernels: Unsloth has kernels for this type.
         is_quantised: the checkpoint has 4-bit weights. kept: patterns of modules that it keeps in 16 bit.
         source: where the shape was read, for display.
     """
@@ -71,7 +50,7 @@ class ModelShape:
     tied: bool
     qk_norm: bool = True
     qkv_bias: bool = False
-    delta: DeltaNet | None = None
+    is_hybrid: bool = False
     has_kernels: bool = True
     is_quantised: bool = False
     kept: tuple[str, ...] = ()
@@ -88,43 +67,30 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def num_attention(self) -> int:
-        """Layers with attention, and so with a KV cache."""
-        return self.num_layers - (len(self.delta.layers) if self.delta else 0)
-
-    @property
-    def matrices(self) -> list[tuple[tuple[int, ...], dict[str, tuple[int, int]]]]:
-        """Of each kind of layer the places, and one layer's matrices by name: (output rows, input columns)."""
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """One layer's matrices by name: (output rows, input columns)."""
         hidden, wide, query, kv = self.hidden_size, self.intermediate_size, self.query_size, self.kv_size
-        mlp = {"mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
-        attention = {
-            "self_attn.q_proj": (query if self.delta is None else 2 * query, hidden),
+        return {
+            "self_attn.q_proj": (3 * query if self.is_hybrid else query, hidden),
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
         }
-        if (net := self.delta) is None:
-            return [(tuple(range(self.num_layers)), attention | mlp)]
-        value, heads = net.value_heads * net.value_dim, net.value_heads
-        rows = {"in_proj_qkv": net.conv_size, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads}
-        delta = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
-        others = tuple(layer for layer in range(self.num_layers) if layer not in net.layers)
-        return [(others, attention | mlp), (net.layers, delta | {"linear_attn.out_proj": (hidden, value)} | mlp)]
 
     @property
     def body_weights(self) -> int:
         """Weights in the matrices of all layers, which 4-bit loading quantises."""
-        return sum(len(places) * rows * columns for places, one in self.matrices for rows, columns in one.values())
+        return self.num_layers * sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
     def vector_weights(self) -> int:
-        """Weights of norms, biases and convolutions, the last norm included."""
-        attention = 2 * self.head_dim if self.qk_norm else 0
-        attention += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
-        total = (2 * self.num_layers + 1) * self.hidden_size + self.num_attention * attention
-        if (net := self.delta) is not None:
-            total += len(net.layers) * (net.conv_size * net.kernel + 2 * net.value_heads + net.value_dim)
-        return total
+        """Weights of norms and biases, the last norm included."""
+        of_a_layer = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        of_a_layer += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
+        return self.num_layers * of_a_layer + self.hidden_size
 
     @property
     def table_weights(self) -> int:
@@ -145,7 +111,7 @@ class ModelShape:
     @property
     def cache_elements(self) -> int:
         """Elements of the KV cache for one token."""
-        return 2 * self.num_attention * self.kv_size
+        return 2 * self.num_layers * self.kv_size
 
     def is_kept(self, module: str) -> bool:
         """Whether a quantised checkpoint keeps `module` ("model.layers.3.mlp.up_proj") in 16 bit.
@@ -155,10 +121,9 @@ class ModelShape:
         return any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.kept)
 
 
-def _qwen3_5(hidden: int, wide: int, layers: int, heads: int, value_heads: int, tied: bool) -> ModelShape:
-    delta = DeltaNet(tuple(layer for layer in range(layers) if (layer + 1) % 4), 16, value_heads)
-    sizes = hidden, wide, layers, heads, min(heads // 4, 4), 256, QWEN3_5_ROWS, tied
-    return ModelShape(*sizes, delta=delta, has_kernels=False)
+def _qwen3_5(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
+    sizes = hidden, wide, layers, heads, kv_heads, 256, QWEN3_5_ROWS, tied
+    return ModelShape(*sizes, is_hybrid=True, has_kernels=False)
 
 
 PUBLISHED = {
@@ -170,11 +135,11 @@ PUBLISHED = {
     "32b": ModelShape(5120, 25600, 64, 64, 8, 128, QWEN3_ROWS, False),
 }
 NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
-    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 16, True),
-    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 16, True),
-    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 32, True),
-    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 32, False),
-    "qwen3.5-27b": _qwen3_5(5120, 17408, 64, 24, 48, False),
+    "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, True),
+    "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 2, True),
+    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 4, True),
+    "qwen3.5-9b": _qwen3_5(4096, 12288, 32, 16, 4, False),
+    "qwen3.5-27b": _qwen3_5(5120, 17408, 64, 24, 4, False),
     "smollm3-3b": ModelShape(2048, 11008, 36, 16, 4, 128, LLAMA3_ROWS, True, qk_norm=False, has_kernels=False),
 }
 # Both embedded models, as in embedded.cold_start, which imports torch (a test compares).
@@ -234,8 +199,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
     has experts or unsupported layers."""
     text = config.get("text_config") or config
     kind = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
-    needed = [*_KEYS, "layer_types", *DELTA_KEYS] if kind == "qwen3_5" else _KEYS
-    missing = [key for key in needed if not isinstance(text.get(key), int | list)]
+    missing = [key for key in _KEYS if not isinstance(text.get(key), int)]
     has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if kind not in SUPPORTED or has_experts or missing:
         why = f"lacks {', '.join(missing)}" if kind in SUPPORTED and missing else f"is of the type {kind!r}"
@@ -244,10 +208,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
             f"{', '.join(SUPPORTED)}. Training continues without a plan; set rollout.rows yourself"
         )
     quantisation = text.get("quantization_config") or config.get("quantization_config") or {}
-    heads, delta = text["num_attention_heads"], None
-    if kind == "qwen3_5":
-        places = (place for place, one in enumerate(text["layer_types"]) if one == "linear_attention")
-        delta = DeltaNet(tuple(places), *(text[key] for key in DELTA_KEYS))
+    heads = text["num_attention_heads"]
     return ModelShape(
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
@@ -259,7 +220,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         tied=bool(text.get("tie_word_embeddings", kind == "smollm3")),  # the default of its class in transformers
         qk_norm=kind in ("qwen3", "qwen3_5"),
         qkv_bias=kind == "qwen2",
-        delta=delta,
+        is_hybrid=kind == "qwen3_5",
         has_kernels=kind in HAS_KERNELS,
         is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
         kept=tuple(one.replace(".language_model", "") for one in quantisation.get("llm_int8_skip_modules") or ()),

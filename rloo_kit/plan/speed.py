@@ -9,9 +9,8 @@ import timeit
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
-from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token, state_bytes
+from rloo_kit.plan.parts import Workload, body_bytes, cache_bytes_per_token
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.processes import count_processes
 
@@ -88,35 +87,26 @@ def run_time(run: RunConfig, work: Workload, rows: int, gpu: GpuSpeed) -> RunTim
     of_each = min(work.completions, completions)
     rollout_s = completions / of_each * sampling_s(work, of_each, rows, share, gpu)
     tokens = completions * (share * work.completion_tokens + PROMPT_SHARE * work.prompt_tokens)
-    evaluation_s = sum(
-        sampling_s(replace(work, completion_tokens=longest), count, run.eval.batch_size, share, gpu)
-        for count, longest in list_evaluations(run, work.completion_tokens)
-    )
+    longest = replace(work, completion_tokens=run.eval.max_completion_length or work.completion_tokens)
+    evaluation_s = sampling_s(longest, count_evaluated(run), run.eval.batch_size, share, gpu)
     return RunTime(gpu.name, rollout_s + training_s(work, tokens, gpu), evaluation_s, run.rloo.max_steps)
 
 
-def list_evaluations(
-    run: RunConfig, limit: int, held_out: int | None = None, max_steps: int | None = None
-) -> list[tuple[int, int]]:
-    """Each call of the engine in a run's evaluations, in this process: completions, and tokens at most (`limit`: of the
-    run). `held_out`: prompts; None: `data.test_size`, for a share `eval.num_prompts`, else 100.
-    """
-    asked, processes = run.eval, count_processes()
+def count_evaluated(run: RunConfig, held_out: int | None = None, max_steps: int | None = None) -> int:
+    """Completions of all of a run's evaluations, in this process. `held_out`: prompts; None: `data.test_size`, for a
+    share `eval.num_prompts`, else 100."""
+    asked, steps = run.eval, max_steps or run.rloo.max_steps or 1
     held_out = held_out or int(run.data.test_size) or asked.num_prompts or 100
-    tokens, each = asked.max_completion_length or limit, asked.num_samples
-    prompts = min(asked.num_prompts or held_out, held_out)
-    whole = [(prompts * each, tokens)] + [(prompts, tokens)] * (asked.greedy and asked.temperature != 0)
-    after = CLOSE_TOKENS.get(run.rloo.thinking_close, 1) + asked.answer_budget
-    whole += [(prompts, budget + after) for budget in asked.thinking_budgets]
-    steps = max_steps or run.rloo.max_steps or 1
-    on_the_way = 1 + -(-steps // asked.every_steps) if asked.every_steps else 0  # at the start too
-    passes = 2 * run.run.evaluate * whole + on_the_way * [(min(asked.every_prompts, held_out) * each, tokens)]
-    return [(-(-count // processes), tokens) for count, tokens in passes]
+    is_greedy = asked.greedy and asked.temperature != 0
+    of_a_prompt = asked.num_samples + is_greedy + len(asked.thinking_budgets)
+    ends = 2 * run.run.evaluate * min(asked.num_prompts or held_out, held_out) * of_a_prompt
+    times = 1 + -(-steps // asked.every_steps) if asked.every_steps else 0  # at the start too
+    return -(-(ends + times * min(asked.every_prompts, held_out) * asked.num_samples) // count_processes())
 
 
 def sampling_s(work: Workload, completions: int, rows: int, share: float, gpu: GpuSpeed) -> float:
     """Seconds to sample `completions`, `rows` at once; `share`: their mean length over the longest."""
-    rows = min(rows, completions)
+    rows = max(min(rows, completions), 1)
     if work.engine == "generate":  # a batch runs until its longest completion ends
         token_steps: float = -(-completions // rows) * work.completion_tokens
     else:  # a finished row is refilled
@@ -132,7 +122,7 @@ def token_step_s(work: Workload, rows: int, share: float, gpu: GpuSpeed) -> floa
         moved += 2 * shape.body_weights * work.compute_bytes  # unpacked: written in 16 bit and read again
     # Half of a row's final length; in `generate` finished rows stay until the longest ends.
     context = PROMPT_SHARE * work.prompt_tokens + work.completion_tokens * (1 if is_generate else share) / 2
-    moved += rows * (context * cache_bytes_per_token(work) + 2 * state_bytes(work))
+    moved += rows * context * cache_bytes_per_token(work)
     fixed_s = TOKEN_S + (ROW_S * shape.num_layers * rows if is_generate else 0.0)
     return moved / (BANDWIDTH_SHARE * gpu.bandwidth * 1e9) + fixed_s
 

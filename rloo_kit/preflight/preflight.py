@@ -23,7 +23,7 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
 from rloo_kit.loop.training import check_sampling
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.speed import list_evaluations, step_completions
+from rloo_kit.plan.speed import count_evaluated, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe
 from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.system.console import fill_text, format_seconds
@@ -64,7 +64,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         with redirect_stdout(shown):
             say(f"preflight {format_seconds(time.monotonic() - started)} | {text}")
 
-    with redirect_stdout(io.StringIO()), leave_untouched(policy) as weights:
+    with redirect_stdout(io.StringIO()), leave_untouched(policy):
         tools_fail, known = any(fault.name == "tools" for fault in faults), len(faults)
         with catching("data", faults):
             run.check_prompts(len(data.train))
@@ -78,7 +78,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
             faults += [fault for fault in found if fault.name != "rewards" or not is_named]
             gradient_s = None
             try:
-                gradient_s = try_steps(hidden, policy, weights, measures, faults, tell)
+                gradient_s = try_steps(hidden, policy, measures, faults, tell)
             except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
                 faults.append(Problem("memory", str(error), level="warning"))
             if probe is not None and gradient_s is not None:
@@ -87,8 +87,8 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
 
 
 @contextmanager
-def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
-    """Restores policy and random numbers after the block; yields the trained weights by name, on the CPU."""
+def leave_untouched(policy: Policy) -> Iterator[None]:
+    """Restores policy and random numbers after the block."""
     model = policy.model
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     weights = {name: value.detach().to("cpu", copy=True) for name, value in trained.items()}
@@ -98,7 +98,7 @@ def leave_untouched(policy: Policy) -> Iterator[dict[str, torch.Tensor]]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with keep_random_numbers(), torch.random.fork_rng(devices=devices):
         try:
-            yield weights
+            yield
         finally:
             with torch.no_grad():
                 for name, value in trained.items():
@@ -119,6 +119,5 @@ def _estimate(run: RunConfig, data: Data, probe: Probe, gradient_s: float, measu
     epochs = (run.rloo.num_train_epochs or 0.0) * len(data.train) * run.rloo.num_generations * run.rloo.num_iterations
     measures.steps = run.rloo.max_steps or math.ceil(epochs / each)
     measures.device = "GPU" if torch.cuda.is_available() else "CPU"
-    evaluations = list_evaluations(run, run.rloo.max_completion_length, len(data.test), measures.steps)
-    evaluated = sum(count for count, _ in evaluations)
+    evaluated = count_evaluated(run, len(data.test), measures.steps)
     measures.hours = (measures.steps * measures.step_s + evaluated * completion_s) / 3600

@@ -26,7 +26,6 @@ from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import list_steps
 from rloo_kit.rewarding.worker import end_workers
-from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.types import FOREIGN, Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
@@ -346,9 +345,6 @@ def measure_gap(trainer: RLOOTrainer, probe: Probe) -> float | None:
 def find_logp_faults(trainer: RLOOTrainer, measures: Measures) -> Iterator[Problem]:
     """Problems if sampler and trainer differ when a run begins."""
     sampler = trainer.rloo.sampler.engine
-    if isinstance(sampler, GenerateEngine) and (fault := sampler.check_padding()):
-        text = f"{fault}: exact, and slower if prompts vary in length (a larger rloo.num_generations fills the batches)"
-        yield Problem("log-probs", text, level="warning")
     model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.rloo.settings
     gap = measures.logp_gap
     dtype = torch.float32  # the coarsest number format that the policy computes in; 4 bit counts as bfloat16

@@ -1,5 +1,5 @@
-"""Optimizer steps of a run at full length: their memory, the gradient, and whether the learning rate moves the weights
-in their number format. The steps run the run's own code on made-up completions."""
+"""Optimizer steps of a run at full length: their memory, time and gradient, by the run's own code on made-up
+completions."""
 
 import math
 import tempfile
@@ -24,7 +24,7 @@ from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import Workload
-from rloo_kit.plan.planner import find_remedies, plan_vram, read_workload
+from rloo_kit.plan.planner import plan_vram, read_workload
 from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rollout.types import FOREIGN, Rollout
 from rloo_kit.system.memory import is_out_of_memory
@@ -32,71 +32,42 @@ from rloo_kit.system.problems import Problem
 from rloo_kit.tools.toolbox import open_toolbox
 
 Tell = Callable[[str], None]  # shows a line
-# Share of the weights with a gradient that move: below the first an error, below the second a warning.
-MOVED_LEAST, MOVED_MOST = 0.05, 0.5
+BFLOAT16_STEP = 3e-5  # a smaller change leaves a bfloat16 weight around 0.01 as it is
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
-SMALLER = 0.8  # share of the computed peak that a fix after an out-of-memory error has to reach
 
 
 class FirstSteps(TrainerCallback):
-    """Records gradient, weight change and time of the first optimizer steps. `weights`: by name, before these steps.
+    """Records gradient and time of the first optimizer steps.
 
     Attributes:
-        grad_norm: of the first step, before clipping; None until there is one. moved: share of the weights with a
-            gradient that changed in the first step that changed any.
-        step_s: seconds of the last step.
+        grad_norm: of the first step that was not skipped, before clipping. step_s: seconds of the last step.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], tell: Tell) -> None:
-        self._before, self._tell = weights, tell
-        self._has_gradient: dict[str, torch.Tensor] = {}
-        self._began = 0.0
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._began = tell, 0.0
         self.grad_norm: float | None = None
-        self.moved, self.step_s = 0.0, 0.0
-        self.dtype: torch.dtype | None = None
+        self.step_s = 0.0
 
     def on_step_begin(self, *_arguments: Any, **_more: Any) -> None:
         self._began = time.monotonic()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
-        if self.moved:
-            return
-        for name, value in model.named_parameters():
-            if name in self._before and value.grad is not None:
-                self._has_gradient[name] = (value.grad != 0).cpu()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
         self.step_s = time.monotonic() - self._began
         self._tell(f"step {state.global_step} at full length took {self.step_s:.1f} s")
-        if not self.moved:
-            self._look(dict(model.named_parameters()))
-        if self.moved and state.global_step >= STEPS:
-            control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_more: Any) -> None:
-        is_open = self.grad_norm is None or (args.fp16 and not math.isfinite(self.grad_norm))
-        if is_open and "grad_norm" in (logs or {}):
+        if "grad_norm" in (logs or {}) and not self.has_gradient:
             self.grad_norm = float(logs["grad_norm"])
+        if self.has_gradient and state.global_step >= STEPS:
+            control.should_training_stop = True
 
-    def _look(self, now: dict[str, Any]) -> None:
-        """The share of weights with a gradient that changed."""
-        moved, count = 0, 0
-        for name, has_gradient in self._has_gradient.items():
-            before = self._before[name]
-            moved += int(((now[name].detach().cpu() != before) & has_gradient).sum())
-            count += int(has_gradient.sum())
-            self.dtype = before.dtype
-        self.moved = moved / count if count else 0.0
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a step had a finite gradient; in float16 the first are skipped."""
+        return self.grad_norm is not None and math.isfinite(self.grad_norm)
 
 
-def try_steps(
-    run: RunConfig,
-    policy: Policy,
-    weights: dict[str, torch.Tensor],
-    measures: Measures,
-    faults: list[Problem],
-    tell: Tell,
-) -> float | None:
+def try_steps(run: RunConfig, policy: Policy, measures: Measures, faults: list[Problem], tell: Tell) -> float | None:
     """Take the run's optimizer steps at full length. Fills `measures` and appends to `faults`.
 
     Returns seconds of a trained token; None if memory ran out, or would on a CPU. Raises ConfigError if memory cannot
@@ -106,12 +77,12 @@ def try_steps(
     machine = f"{plan.machine.usable_gib:.2f} GiB on {plan.machine.name}"
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
         text = f"the run takes {plan.peak_gib:.2f} GiB (computed), of {machine}; the step was not run"
-        faults.append(Problem("memory", text, _changes(run, plan, policy)))
+        faults.append(Problem("memory", text, _changes(plan)))
         return None
     load = load_of(run, policy)
     _, completions = rows_of_a_pass(load)
     tell(f"steps at full length: {completions} completions of {load.row_tokens} tokens with their prompts")
-    looked = FirstSteps(weights, tell)
+    looked = FirstSteps(tell)
     try:
         with MemoryPeak() as peak:
             steps = STEPS_FP16 if precision_flags(run)["fp16"] else STEPS
@@ -120,47 +91,38 @@ def try_steps(
         if not is_out_of_memory(error):
             raise
         text = f"an optimizer step at full length ran out of memory, of {machine}"
-        faults.append(Problem("memory", text, _changes(run, plan, policy)))
+        faults.append(Problem("memory", text, _changes(plan)))
         return None
     measures.rollout_gib, measures.training_gib = None if plan.engine.name in FOREIGN else plan.rollout_gib, peak.gib
-    measures.grad_norm, measures.moved = looked.grad_norm, looked.moved
-    faults += find_step_faults(run, looked)
+    measures.grad_norm = looked.grad_norm
+    faults += find_step_faults(run, looked.grad_norm)
     return looked.step_s / (completions * load.row_tokens)
 
 
-def _changes(run: RunConfig, plan: VramPlan, policy: Policy) -> str:
-    """Changes from the memory plan, cumulative; if the plan says that the run fits, those that lower its peak."""
-    changes = plan.changes
-    if not changes:
-        load = read_workload(run, plan.machine, policy.model.config.to_dict(), plan.engine.name)
-        changes = tuple(find_remedies(run, load, plan.rows, SMALLER * plan.peak_gib))
-    if not changes:
-        return "take a smaller model.name"
-    return f"set {', then '.join(change.override for change in changes)}"
+def _changes(plan: VramPlan) -> str:
+    """Changes from the memory plan, cumulative; if the plan says that the run fits, the cheapest."""
+    changes = [change.override for change in plan.changes] or ["rloo.memory=low", "a lower rloo.max_completion_length"]
+    return f"set {', then '.join(changes)}"
 
 
-def find_step_faults(run: RunConfig, looked: FirstSteps) -> list[Problem]:
-    """Problems shown by the gradient and by how the weights changed."""
-    rate, level = run.rloo.learning_rate, "error"
-    if looked.grad_norm is None or not math.isfinite(looked.grad_norm):
+def find_step_faults(run: RunConfig, grad_norm: float | None) -> list[Problem]:
+    """Problems shown by the gradient of the first step, and a learning rate that moves nothing."""
+    rate = run.rloo.learning_rate
+    if grad_norm is None or not math.isfinite(grad_norm):
         found = "the gradient of a step at full length is not finite"
         fix = "set model.dtype=float32" + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else "")
-    elif looked.grad_norm == 0.0:
+    elif grad_norm == 0.0:
         found = "the gradient of completions with unequal rewards is 0, so nothing is trained"
         fix = "check model.lora.target_modules, or set model.lora=null"
     elif rate == 0.0:
         usual = RLOOSection.model_fields["learning_rate"].default
         found, fix = "rloo.learning_rate is 0, so nothing moves", f"set rloo.learning_rate={usual:g}"
-    elif looked.moved >= MOVED_MOST:
-        return []
+    elif run.model.lora is None and run.model.dtype == "bfloat16" and rate < BFLOAT16_STEP:
+        found = f"rloo.learning_rate={rate:g} moves few bfloat16 weights: those around 0.01 are 6e-5 apart"
+        fix = "set model.dtype=float32"
     else:
-        name = str(looked.dtype).removeprefix("torch.")
-        found = f"rloo.learning_rate={rate:g} changes {looked.moved:.1%} of the weights; it is below the {name} "
-        found += "spacing of the others"
-        fix = "raise rloo.learning_rate"
-        fix += "" if looked.dtype == torch.float32 else ", or set model.dtype=float32"
-        level = "error" if looked.moved < MOVED_LEAST else "warning"
-    return [Problem("gradient", found, fix, level=level)]
+        return []
+    return [Problem("gradient", found, fix)]
 
 
 # ------------------------------------------------------------------------------------------------ the steps themselves

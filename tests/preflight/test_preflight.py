@@ -19,9 +19,8 @@ from rloo_kit.checks.preflight_result import Measures, RewardFound
 from rloo_kit.loop.step import RLOOStep
 from rloo_kit.preflight.preflight import leave_untouched
 from rloo_kit.preflight.probe import draw_rows, find_form_fault, find_logp_faults
-from rloo_kit.preflight.trial_steps import FirstSteps, find_step_faults, load_of, rows_of_a_pass, take_steps
+from rloo_kit.preflight.trial_steps import find_step_faults, load_of, rows_of_a_pass, take_steps
 from rloo_kit.rollout.native import NativeEngine
-from tests.models.zoo import save_model
 from tests.test_cli import call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +63,7 @@ def test_a_shipped_config_goes(prepare, name):
     measures = found.measures
     assert measures.prompts * measures.generations >= 32 and measures.signal > 0
     assert 0 < measures.pass_rate < 1 and measures.pass_low < measures.pass_rate < measures.pass_high
-    assert measures.logp_gap < 1e-4 and measures.moved > 0.9 and measures.grad_norm > 0
+    assert measures.logp_gap < 1e-4 and measures.grad_norm > 0
     assert measures.step_s > 0 and measures.hours * 3600 > measures.steps * measures.step_s
     assert max(map(len, str(found).splitlines())) <= 80
 
@@ -216,30 +215,17 @@ def test_few_completions_refuse_nothing(prepare):
 # ------------------------------------------------------------------------------------------------ the step
 
 
-@pytest.mark.slow
-def test_a_rate_below_the_format_is_refused(prepare, tiny_folder):
-    """1e-6 in bfloat16: 0.01 - 1e-6 is 0.01, and the loss wanders for a night."""
-    words = [f"model.name={tiny_folder}", "model.family=auto", "model.lora=null", "model.dtype=bfloat16"]
-    words += ["rewards=[{name: length_reward}]", "rloo.num_generations=4"]
-    words += ["rloo.per_device_train_batch_size=16", "rloo.max_completion_length=16"]
-    run, policy, data, rewards = prepare(DEMO, *words, "data.source=embedded/addition", "rloo.learning_rate=1e-7")
-    found = kit.check_preflight(run, policy, data, rewards)
-    (fault,) = [fault for fault in found.errors if fault.name == "gradient"]
-    assert fault.key == "rloo.learning_rate" and "bfloat16" in fault.text and "model.dtype=float32" in fault.text
-    assert found.measures.moved < 0.05
-
-
-@pytest.mark.slow
-def test_a_step_that_cannot_learn_is_named(prepare):
-    """A gradient of NaN, of nothing, and a learning rate of 0 are three faults with three keys."""
-    run, policy, data, rewards = prepare(DEMO, "rloo.learning_rate=0")
-    (fault,) = kit.check_preflight(run, policy, data, rewards).errors
-    assert fault.key == "rloo.learning_rate" and "rloo.learning_rate=0.0001" in fault.text
-    looked = FirstSteps({}, print)
-    for norm, key in ((float("nan"), "model.dtype"), (0.0, "model.lora.target_modules")):
-        looked.grad_norm = norm
-        (fault,) = find_step_faults(run, looked)
+def test_a_step_that_cannot_learn_is_named():
+    """A gradient of NaN, of nothing, a rate of 0, and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01, and the loss wanders for a
+    night) are four faults with their keys."""
+    nan, whole = float("nan"), ["model.lora=null", "model.dtype=bfloat16", "rloo.learning_rate=1e-6"]
+    for norm, words, key in (
+        (nan, [], "model.dtype"), (0.0, [], "model.lora.target_modules"), (1.0, whole, "rloo.learning_rate"),
+        (1.0, ["rloo.learning_rate=0"], "rloo.learning_rate"),
+    ):  # fmt: skip
+        (fault,) = find_step_faults(kit.load_config(DEMO, *words), norm)
         assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
+    assert find_step_faults(kit.load_config(DEMO), 1.0) == []
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
@@ -334,27 +320,6 @@ def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
     assert [one.key for one in found.warnings if "close a thought" in one.text] == ["model.family"]
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_padded_is_said_before_the_run(tmp_path, tiny_tokenizer):
-    """MiniMax trained on samples of another policy wherever `generate` padded a prompt, and nothing said so."""
-    folder = save_model("MiniMax", tiny_tokenizer, tmp_path / "minimax")
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        f"model: {{name: {folder}, dtype: float32, max_seq_length: 128}}\n"
-        "data: {source: embedded/addition, num_prompts: 24, test_size: 4, max_prompt_length: 64}\n"
-        "rewards: [{name: length_reward}]\n"
-        "rloo: {max_steps: 1, max_completion_length: 12, num_generations: 4, per_device_train_batch_size: 8}\n"
-        f"run: {{output_dir: {tmp_path / 'outputs'}}}\n"
-    )
-    run = kit.load_config(file)
-    policy = kit.load_policy(run)
-    data = kit.load_data(run, policy.tokenizer)
-    found = kit.check_preflight(run, policy, data, kit.build_rewards(run, policy.tokenizer))
-    (fault,) = [one for one in found.warnings if one.name == "log-probs"]
-    assert "padded on the left" in fault.text and "one length after another" in fault.text
-    assert found.measures.logp_gap < 1e-4, "what is sampled is what is trained"
-
-
 # ------------------------------------------------------------------------------------------------ nothing is changed
 
 
@@ -392,7 +357,7 @@ def test_training_afterwards_is_training_without(prepare, tmp_path, words):
             state, numbers, draws = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
             settings, attributes = policy.model.config.to_dict(), set(vars(policy.model))
             found = kit.check_preflight(run, policy, data, rewards)
-            assert found.measures.moved > 0.9
+            assert found.measures.grad_norm > 0
             assert state.equal(torch.get_rng_state()) and random.getstate() == draws
             assert (numbers == numpy.random.get_state()[1]).all()
             assert not run.folder.exists() and policy.model.config.to_dict() == settings
@@ -410,8 +375,7 @@ def test_an_error_leaves_the_policy_as_it_was(prepare):
     """Ctrl-C inside a reward during the preflight must not leave its trial steps in the adapter."""
     _, policy, *_ = prepare(DEMO)
     before = {name: value.detach().clone() for name, value in policy.model.named_parameters()}
-    with pytest.raises(KeyboardInterrupt), leave_untouched(policy) as weights:
-        assert set(weights) == {name for name, value in policy.model.named_parameters() if value.requires_grad}
+    with pytest.raises(KeyboardInterrupt), leave_untouched(policy):
         policy.model.train()
         with torch.no_grad():
             for value in policy.model.parameters():
@@ -437,7 +401,7 @@ def test_the_command_and_its_exit_codes(tmp_path):
     code, printed, noise = call("preflight", DEMO, output, *SMALL, *HOPELESS, "--json")
     found = json.loads(printed)
     assert code == 1 and found["go"] is False and "policy:" in noise
-    assert found["faults"][0]["key"] == "rloo.learning_rate" and found["measures"]["moved"] == 0
+    assert found["faults"][0]["key"] == "rloo.learning_rate"
     code, _, noise = call("preflight", DEMO, output, "rloo.beta=-1")
     assert code == 2 and "rloo.beta" in noise
     assert not list(tmp_path.iterdir())
