@@ -547,11 +547,10 @@ def export(
     source: Annotated[Path, Argument(metavar="RUN", help="A run's folder, or its config.")],
     overrides: Overrides = None,
     to: Annotated[str, Option(help="Format: adapter, merged, gguf or vllm.")] = "merged",
-    quantization: Annotated[str | None, Option(help="GGUF: f32, f16, bf16, q8_0 or q4_k_m; default: f16.")] = None,
+    quantization: Annotated[str | None, Option(help="GGUF: f32, f16, bf16 or q8_0; default: f16.")] = None,
     dtype: Annotated[str | None, Option(help="Merged weights: bfloat16, float16 or float32.")] = None,
     output: Annotated[Path | None, Option(metavar="DIR", help="Folder to create; default: RUN/export/TARGET.")] = None,
     prompts: Annotated[int, Option(help="Held-out prompts for the check.")] = 20,
-    push: Annotated[str | None, Option(metavar="OWNER/NAME", help="Upload to this hub repository.")] = None,
     overwrite: Overwrite = False,
     json: JsonLine = False,
 ) -> None:
@@ -561,7 +560,7 @@ def export(
 
     kit.setup_environment(read_config(source, overrides, find_run).model.backend)
     asked: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "output": output, "num_prompts": prompts}
-    found = kit.export_model(source, to, *(overrides or []), push=push, overwrite=overwrite, **asked)
+    found = kit.export_model(source, to, *(overrides or []), overwrite=overwrite, **asked)
     say(found)
     if json:
         say(dumps(found.to_dict()))

@@ -13,19 +13,15 @@ from statistics import fmean
 from typing import Any
 
 from rloo_kit.collective import gather_lists, gather_objects, share, share_of
-from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.answers import answer_reward_of, gold_answers
 from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, make_held_out_rewards, open_tools
-from rloo_kit.health.series import EQUAL_REWARDS, at_ceiling
+from rloo_kit.evals.evaluate import AnswerJudge, by_prompt, digest_prompts, open_tools
 from rloo_kit.models.policy import Policy
 from rloo_kit.results.intervals import Measured, wilson
-from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.engine import Progress
 from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.runs.files import is_count, read_object
 from rloo_kit.runs.folder import RunDir
@@ -149,27 +145,21 @@ def _measure(
 
         # a seed for each chunk, the same in each run, so that two chunks draw independently
         seed = int.from_bytes(hashlib.sha256(f"{run.run.seed} {rows[0]['prompt']}".encode()).digest()[:4], "big")
-        verdicts = judge.judge(_sample(run, policy, rows, samples, seed, report)) or []
+        completions = generate_completions(
+            policy,
+            rows,
+            limits_of(run.rloo, policy.tokenizer, policy.tags),
+            num_samples=samples,
+            temperature=run.rloo.temperature,
+            batch_size=run.rollout.rows or run.eval.batch_size,
+            seed=seed,
+            engine=run.rollout,
+            tools=open_tools(run, policy),
+            on_batch=report,
+        )
+        verdicts = judge.judge(completions) or []
         measured += [sum(map(bool, of_prompt)) for of_prompt in by_prompt(verdicts, samples)]
     return measured
-
-
-def _sample(
-    run: RunConfig, policy: Policy, rows: list[dict[str, Any]], samples: int, seed: int, note: Progress | None = None
-) -> list[Completion]:
-    """Completions of training prompts, sampled as RLOO samples."""
-    return generate_completions(
-        policy,
-        rows,
-        limits_of(run.rloo, policy.tokenizer, policy.tags),
-        num_samples=samples,
-        temperature=run.rloo.temperature,
-        batch_size=run.rollout.rows or run.eval.batch_size,
-        seed=seed,
-        engine=run.rollout,
-        tools=open_tools(run, policy),
-        on_batch=note,
-    )
 
 
 @dataclass(frozen=True)
@@ -177,20 +167,16 @@ class Signal:
     """Pass rates of training prompts.
 
     Attributes:
-        rates: for each prompt, the share of its `num_generations` completions that are right, or their mean reward.
-        unequal: prompts with unequal rewards; None if answers were judged. is_easy: whether its rewards are mostly
-            at their ceiling.
+        rates: for each prompt, the share of its `num_generations` completions that are right.
     """
 
     rates: list[float]
     num_generations: int
-    unequal: int | None = None
-    is_easy: bool = False
 
     @property
     def num_mixed(self) -> int:
         """Number of prompts with right and wrong completions; for all others every advantage is 0."""
-        return sum(0.0 < rate < 1.0 for rate in self.rates) if self.unequal is None else self.unequal
+        return sum(0.0 < rate < 1.0 for rate in self.rates)
 
     @property
     def share(self) -> Measured:
@@ -202,7 +188,7 @@ class Signal:
         """ "enough", "too low" (too little is solved) or "too easy" (too little is left to learn)."""
         if self.share.value >= ENOUGH:
             return "enough"
-        return "too easy" if (fmean(self.rates) > 0.5 if self.unequal is None else self.is_easy) else "too low"
+        return "too easy" if fmean(self.rates) > 0.5 else "too low"
 
     def __str__(self) -> str:
         found = f"{self.num_mixed} ({self.share:.0%})"
@@ -214,38 +200,20 @@ class Signal:
             "too easy": "nearly everything is solved, so little is left for RLOO: use harder prompts (data.source) or "
             "fewer steps (sft.max_steps)",
         }[self.verdict]
-        what, mean = "right and wrong among", f"pass rate {fmean(self.rates):.0%}"
-        if self.unequal is not None:
-            what, mean = "unequal rewards among", f"reward {fmean(self.rates):.3g}"
         return (
-            f"signal: of {len(self.rates)} training prompts {found} have {what} {self.num_generations} completions, "
-            f"mean {mean}: {meaning}"
+            f"signal: of {len(self.rates)} training prompts {found} have right and wrong among {self.num_generations} "
+            f"completions, mean pass rate {fmean(self.rates):.0%}: {meaning}"
         )
 
 
 def measure_signal(run: RunConfig, policy: Policy, data: Data, num_prompts: int = 64) -> Signal | None:
     """The pass rates of the first `num_prompts` training prompts with an answer, from `rloo.num_generations`
-    completions each, sampled as RLOO samples; None if no prompt has an answer. Of the first prompts and the rewards if
-    no reward compares answers; None if they cannot be called."""
-    samples = run.rloo.num_generations
-    if answer_reward_of(entry.name for entry in run.rewards) is not None:
-        answers = gold_answers(data.train) or []
-        rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
-        if not rows:
-            return None
-        gold = [answers[row] for row in rows]
-        return Signal(measure_pass_rates(run, policy, data.train.select(rows), gold, samples), samples)
-    rewards, built = make_held_out_rewards(run, policy.tokenizer)
-    if rewards is None:
+    completions each, sampled as RLOO samples; None if no prompt has an answer or no reward compares answers."""
+    if answer_reward_of(entry.name for entry in run.rewards) is None:
         return None
-    dataset = data.train.select(range(min(num_prompts, len(data.train))))
-    own = [dataset[place] for place in share_of(range(len(dataset)))]
-    completions = gather_lists(_sample(run, policy, own, samples, run.run.seed))
-    total, single = rewards.score(completions, samples)
-    for reward in built:
-        close_worker(reward)
-    groups = [[value for value in values if value is not None] for values in total]
-    unequal = sum(max(values) - min(values) > EQUAL_REWARDS for values in groups if values)
-    earned = {name: [value for values in of for value in values if value is not None] for name, of in single.items()}
-    is_easy = at_ceiling(run.reward_weights, earned, share=0.5)
-    return Signal([fmean(values) for values in groups if values] or [0.0], samples, unequal, is_easy)
+    answers = gold_answers(data.train) or []
+    rows = [row for row, answer in enumerate(answers) if not has_no_answer(answer)][:num_prompts]
+    if not rows:
+        return None
+    samples, gold = run.rloo.num_generations, [answers[row] for row in rows]
+    return Signal(measure_pass_rates(run, policy, data.train.select(rows), gold, samples), samples)

@@ -53,16 +53,6 @@ def measure_win_rate(run: RunConfig, dataset: Any, measured: Evaluation, base: E
     measured.judge_digest = judge.identity
 
 
-def renew_win_rate(run: RunConfig, dataset: Any, measured: Evaluation) -> bool:
-    """Measure the win rate of the evaluation before training again, from the answers that it keeps, if `eval.judge` is
-    another judge now. Returns whether that was done."""
-    wanted = "" if run.eval.judge is None else build_judge(run).identity
-    if wanted in ("", measured.judge_digest):
-        return False
-    measure_win_rate(run, dataset.select(range(measured.num_prompts)), measured, None)
-    return measured.judge_digest == wanted
-
-
 async def _compare_all(
     judge: Judge, dataset: Any, measured: Evaluation, base: Evaluation | None, against: str
 ) -> list[tuple[float, bool | None] | RewardError | None]:

@@ -1,7 +1,6 @@
 """Export a finished run: write into a staging folder, check against the policy, publish."""
 
 import gc
-import shlex
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -9,29 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from httpx import HTTPError
-from huggingface_hub import HfApi
 from transformers import AutoConfig
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
 from rloo_kit.export import gguf
-from rloo_kit.export.formats import DTYPES, WRITERS, Job, Written, check_adapter, digest, public_name, write_card
+from rloo_kit.export.formats import (
+    DTYPES,
+    LOADERS,
+    WRITERS,
+    Job,
+    Written,
+    check_adapter,
+    digest,
+    public_name,
+    write_card,
+)
 from rloo_kit.export.parity import ENGINE, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.models.embedded import name_built
 from rloo_kit.models.policy import Policy, load_policy, trained_run
-from rloo_kit.models.source import dtype_name, find_source
-from rloo_kit.plan.shapes import find_shape
+from rloo_kit.models.source import find_source
 from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.files import now, read_object, saving, write_json, write_text
 from rloo_kit.runs.find import RUN_FILE, TRAINED, describe_origin, find_run, with_name
-from rloo_kit.system.gpu import GIB
-from rloo_kit.system.memory import available_gib
 from rloo_kit.system.processes import say
 
-LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "llama.cpp"}
 CERTIFICATE = "certificate.json"
 
 
@@ -42,7 +45,6 @@ class Export:
     Attributes:
         folder: of the export. target: adapter, merged, gguf or vllm. kind: dtype or quantisation.
         certificate: as in `certificate.json`. verdict: the same as lines of text. usage: how to load or serve it.
-        address: on the hub, with `push`.
     """
 
     folder: Path
@@ -51,15 +53,13 @@ class Export:
     certificate: dict[str, Any]
     verdict: list[str]
     usage: list[str]
-    address: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"exported: {self.folder} ({self.target}, {self.kind})", *self.verdict, *self.usage]
-        return "\n".join([*lines, *([f"pushed: {self.address}"] if self.address else [])])
+        return "\n".join([f"exported: {self.folder} ({self.target}, {self.kind})", *self.verdict, *self.usage])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        found = {"folder": str(self.folder), "target": self.target, "kind": self.kind, "address": self.address}
+        found = {"folder": str(self.folder), "target": self.target, "kind": self.kind}
         return found | {"usage": self.usage, "certificate": self.certificate}
 
 
@@ -71,7 +71,6 @@ def export_model(
     dtype: str | None = None,
     output: str | Path | None = None,
     num_prompts: int = 20,
-    push: str | None = None,
     overwrite: bool = False,
 ) -> Export:
     """Export what a run has trained, and check the export against the policy.
@@ -79,27 +78,27 @@ def export_model(
     Args:
         source: the run's folder, or its file. to: adapter, merged, gguf or vllm. overrides: KEY=VALUE of the run, as in
             `load_trained`.
-        quantization: of a GGUF: f32, f16 (the default), bf16, q8_0, q4_k_m. dtype: of merged weights: float32,
-            bfloat16, float16; None takes the base's dtype, or bfloat16 if it is none of these.
+        quantization: of a GGUF: f32, f16 (the default), bf16, q8_0. dtype: of merged weights: float32, bfloat16,
+            float16; None takes the base's dtype, or bfloat16 if it is none of these.
         output: the folder to create; None: RUN/export/TARGET. num_prompts: held-out prompts to compare on.
-        push: repository on the hub, OWNER/NAME, to upload the folder to. overwrite: replace an existing export.
+        overwrite: replace an existing export.
 
     Returns:
         `Export`; print it.
 
     Raises:
         RunNotFoundError: no such run, or it has no trained weights. RunExistsError: the folder exists.
-        ConfigError: invalid arguments. ExportError: the export cannot be made, does not fit into memory, or differs
-        from what was trained; then nothing is published.
+        ConfigError: invalid arguments. ExportError: the export cannot be made, or differs from what was trained; then
+        nothing is published.
     """
-    choices = {"--to": (to, WRITERS), "--quantization": (quantization, gguf.KINDS), "--dtype": (dtype, DTYPES)}
-    for option, (value, known) in choices.items():
+    if to not in WRITERS:
+        raise ConfigError(f"--to is {to!r}; it is one of {', '.join(WRITERS)}")
+    choices = {"--quantization": (quantization, gguf.TYPES, ["gguf"]), "--dtype": (dtype, DTYPES, ["merged", "vllm"])}
+    for option, (value, known, targets) in choices.items():
+        if value is not None and to not in targets:
+            raise ConfigError(f"{option} {value} is for --to {' or '.join(targets)}")
         if value is not None and value not in known:
             raise ConfigError(f"{option} is {value!r}; it is one of {', '.join(known)}")
-    if quantization is not None and to != "gguf":
-        raise ConfigError(f"--quantization {quantization} is for --to gguf; use --dtype with --to merged or vllm")
-    if dtype is not None and to not in ("merged", "vllm"):
-        raise ConfigError(f"--dtype {dtype} is for --to merged or vllm; use --quantization with --to gguf")
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}; it must be at least 1")
     run, trained = find_run(source), trained_run(source, *overrides)
@@ -114,7 +113,6 @@ def export_model(
     settings = AutoConfig.from_pretrained(base)
     if to == "gguf":
         gguf.check_gguf(settings)
-    _check_memory(trained)
     policy = load_policy(trained)
     reference = _ask_policy(trained, policy, num_prompts)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +121,7 @@ def export_model(
         with saving(folder):
             staged = stage / folder.name
             staged.mkdir()
-            written = WRITERS[to](Job(to, run, policy, base, settings, quantization or dtype, staged, folder, push))
+            written = WRITERS[to](Job(to, run, policy, base, settings, quantization or dtype, staged, folder))
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
             shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
@@ -139,15 +137,11 @@ def export_model(
             publish(staged, folder)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    address = push_folder(folder, push, f"{run.name}: {to}, exported by rloo-kit") if push else None
-    return Export(folder, to, written.kind, certificate, verdict, written.usage, address)
+    return Export(folder, to, written.kind, certificate, verdict, written.usage)
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Only an export may be replaced, and only with `overwrite`."""
-    above = next(one for one in folder.absolute().parents if one.exists())
-    if not above.is_dir():
-        raise ConfigError(f"--output is {folder}, and {above} is not a folder")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / CERTIFICATE).is_file():
@@ -157,26 +151,6 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise RunExistsError(
             f"{folder} already exists: replace it with --overwrite, or use --output for another folder"
-        )
-
-
-def _check_memory(run: RunConfig) -> None:
-    """Refuse early what does not fit: the policy, or the export in its dtype, with embedding tables in float32. On a
-    GPU load_policy finds out."""
-    if torch.cuda.is_available():
-        return
-    try:
-        shape = find_shape(run)
-    except ConfigError:  # unknown shape
-        return
-    name = dtype_name(run)
-    needed = (shape.num_weights * getattr(torch, name).itemsize + 3 * 4 * shape.table_weights) / GIB
-    free = available_gib()
-    if needed > free:
-        smaller = " set model.dtype=bfloat16, which halves it and has wider limits;" if name == "float32" else ""
-        raise ExportError(
-            f"exporting {run.model.name} takes about {needed:.1f} GiB of RAM in {name}, and {free:.1f} GiB are free:"
-            f"{smaller} or export on a machine with more RAM"
         )
 
 
@@ -229,19 +203,3 @@ def find_base(run: RunConfig, base: str) -> dict[str, Any]:
     folder = Path(base).name
     own = folder if run.model.is_embedded else public_name(run.model.name if run.model.lora is None else base)
     return name_built(folder) or {"name": own}
-
-
-def push_folder(folder: Path, repo: str, message: str) -> str:
-    """Create the repository OWNER/NAME if it does not exist, and upload the folder in one commit; returns its address.
-    Raises ExportError if that is refused or unreachable; the folder stays in place."""
-    api = HfApi()
-    try:
-        address = api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except (HTTPError, ValueError, OSError) as error:
-        raise ExportError(
-            f"the export is complete in {folder}, but --push {repo} failed ({type(error).__name__}): {error}. A token "
-            "with write access is read from HF_TOKEN, in the environment or in .env; HF_HUB_OFFLINE must not be 1. "
-            f"Retry: hf upload {repo} {shlex.quote(str(folder))}"
-        ) from None
-    return str(address)

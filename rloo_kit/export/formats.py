@@ -37,7 +37,8 @@ from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG
 from rloo_kit.system.environment import cache_folder
 from rloo_kit.system.processes import say
 
-LIBRARIES = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "gguf"}
+# The program that checks each target; the hub calls llama.cpp's library gguf.
+LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "llama.cpp"}
 
 
 def hub_id(name: str) -> str | None:
@@ -97,7 +98,8 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
 
 
 def _front_matter(run: RunConfig, target: str, base: str) -> str:
-    front: dict[str, Any] = {"library_name": LIBRARIES[target], "pipeline_tag": "text-generation"}
+    library = "gguf" if target == "gguf" else LOADERS[target]
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if hub_id(base):
         relation = {"adapter": "adapter", "gguf": "quantized"}.get(target, "finetune")
         front |= {"base_model": hub_id(base), "base_model_relation": relation}
@@ -121,7 +123,7 @@ class Job:
         target: adapter, merged, gguf or vllm. run: as trained. policy: with the trained weights.
         base: folder or hub id of its base. settings: the base's `config.json`, loaded.
         kind: the dtype or quantisation that is asked for; None for the default. staged: the empty folder to fill.
-        folder: of the published export. repo: on the hub, or None.
+        folder: of the published export.
     """
 
     target: str
@@ -132,7 +134,6 @@ class Job:
     kind: str | None
     staged: Path
     folder: Path
-    repo: str | None
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def export_merged(job: Job) -> Written:
         kind=kind,
         model=job.staged,
         tensors=f"{count} tensors read back, each bit for bit the merged one in {kind}",
-        loading={"serve": serve_line(job.run, job.policy, job.repo or ".")},
+        loading={"serve": serve_line(job.run, job.policy, ".")},
         usage=[serve_line(job.run, job.policy, str(job.folder))] if job.target == "vllm" else [],
     )
 
@@ -236,23 +237,14 @@ def serve_line(run: RunConfig, policy: Policy, folder: str) -> str:
 
 def export_gguf(job: Job) -> Written:
     """A GGUF file and its Modelfile."""
-    weights, run, usage = list_weights(job.policy.model), job.run, []
-    wanted = job.kind or "f16"
-    kind = "f16" if wanted == "q4_k_m" else wanted
+    weights, run, kind = list_weights(job.policy.model), job.run, job.kind or "f16"
     file = job.staged / f"{run.name}-{kind}.gguf"
     say(f"export: {len(weights)} merged tensors as GGUF in {kind}")
     with tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         _write_config(job, Path(folder), "float32")
         gguf.write_gguf(weights, Path(folder), job.policy.tokenizer, job.settings, file, kind, run.name)
     gguf.compare_gguf(weights, file, job.settings, kind)
-    tensors = f"{len(weights)} tensors read back by gguf's reader, each byte for byte the merged one in {kind}"
-    if wanted == "q4_k_m":
-        smaller = job.staged / f"{run.name}-q4_k_m.gguf"
-        if (command := gguf.quantise(file, smaller)) is None:
-            file.unlink()
-            file, kind, tensors = smaller, wanted, f"{tensors}; llama.cpp made the q4_k_m of them"
-        else:
-            usage = [f"NO q4_k_m WAS MADE: llama-cpp-python is not installed. In {job.folder}: {command}"]
+    usage = [f"llama-server -m {shlex.quote(str(job.folder / file.name))} --jinja"]
     modelfile = gguf.write_modelfile(run, job.policy, file.name)
     if modelfile is None:
         usage.append("no Modelfile for Ollama: the chat template is not ChatML")
@@ -261,9 +253,9 @@ def export_gguf(job: Job) -> Written:
     return Written(
         kind=kind,
         model=file,
-        tensors=tensors,
+        tensors=f"{len(weights)} tensors read back by gguf's reader, each byte for byte the merged one in {kind}",
         loading={"file": shlex.quote(file.name), "has_modelfile": modelfile is not None},
-        usage=[f"llama-server -m {shlex.quote(str(job.folder / file.name))} --jinja", *usage],
+        usage=usage,
     )
 
 

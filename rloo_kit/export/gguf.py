@@ -11,24 +11,21 @@ import gguf
 import numpy as np
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import render_prompt, thinks
+from rloo_kit.data.chat import render_prompt
 from rloo_kit.errors import ExportError
 from rloo_kit.export.merge import Weight
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
 from rloo_kit.rollout.completions import find_end_ids
-from rloo_kit.system.versions import is_importable
 
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
+# The types of a file, and llama.cpp's names for files of them.
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 BLOCK = 32  # neighbours that share a scale in q8_0
 # transformers' model type, also llama.cpp's architecture: llama.cpp's name for how texts are split before the BPE.
 ARCHITECTURES = {"qwen3": "qwen2", "llama": "smollm"}
 # llama.cpp refuses a BPE without merges, and a byte-level one may have none. This byte never occurs in UTF-8 text.
 NO_MERGE = ["ÿ ÿ"]
-_NAMES = ("temperature", "top_p", "top_k", "min_p")
-# Qwen3's model cards, for the models that think and for those that do not; SmolLM2's, with transformers' top_k.
-SAMPLING = {True: (0.6, 0.95, 20, 0.0), False: (0.7, 0.8, 20, 0.0)}
-SAMPLING_SMOLLM2 = (0.2, 0.9, 50, 0.0)
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _QUESTION = "1+1?"
 _TURNS = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
 # A prompt in ChatML: its system message, and what follows the user's.
@@ -52,10 +49,9 @@ def write_gguf(
     of `folder`; `name` is shown."""
     arch = config.model_type
     writer = gguf.GGUFWriter(file, arch)
-    file_type = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}[kind]
     writer.add_type("model")
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, config)
     _add_tokenizer(writer, folder, tokenizer, config)
@@ -143,28 +139,10 @@ def _add_tokenizer(writer: Any, folder: Path, tokenizer: Any, config: Any) -> No
     special.add_to_gguf(writer, quiet=True)
 
 
-def quantise(source: Path, file: Path) -> str | None:
-    """Quantise the f16 GGUF `source` to `file`, a q4_k_m; without llama-cpp-python return the command that does it."""
-    if not is_importable("llama_cpp"):
-        return f"llama-quantize {source.name} {file.name} Q4_K_M"
-    import ctypes
-
-    import llama_cpp
-
-    settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
-    code = llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(settings))
-    if code or not file.is_file():
-        raise ExportError(f"llama.cpp could not quantise {source.name} to {file.name} (code {code})")
-    return None
-
-
 def write_modelfile(run: RunConfig, policy: Policy, gguf_name: str) -> str | None:
     """The text of `Modelfile` for a GGUF file in the same folder: prompt layout, system prompt (the run's, else the
-    template's own), stop tokens and sampling parameters, which Ollama does not read from a GGUF. None if the chat
-    template is not ChatML, the only one that is supported; the family `plain` has none.
-
-    The sampling parameters are the model's own (`generation_config.json`), with its model card's as defaults.
+    template's own), stop tokens and the sampling parameters of `generation_config.json`, which Ollama does not read
+    from a GGUF. None if the chat template is not ChatML, the only one that is supported; the family `plain` has none.
     """
     layout, system, thinking = "{{ .Prompt }}", None, run.model.enable_thinking
     if policy.family != "plain":
@@ -174,15 +152,12 @@ def write_modelfile(run: RunConfig, policy: Policy, gguf_name: str) -> str | Non
             return None
         system, layout = found[1], _TURNS + found[2]
     own = policy.model.generation_config
-    is_smollm2 = policy.model.config.model_type == "llama"
-    defaults = SAMPLING_SMOLLM2 if is_smollm2 else SAMPLING[thinks(policy.family, thinking)]
-    chosen = [getattr(own, name, None) if own.do_sample else None for name in _NAMES]
-    values = [value if given is None else given for given, value in zip(chosen, defaults, strict=True)]
+    chosen = {name: getattr(own, name, None) for name in SAMPLING if own.do_sample}
     lines = [f"FROM ./{gguf_name}", f'TEMPLATE """{layout}"""']
     if system:
         lines.append('SYSTEM """' + system.replace('"""', '\\"\\"\\"') + '"""')
     stops = policy.tokenizer.convert_ids_to_tokens(find_end_ids(policy))
     lines += [f'PARAMETER stop "{token}"' for token in stops]
-    lines += [f"PARAMETER {name} {value:g}" for name, value in zip(_NAMES, values, strict=True)]
+    lines += [f"PARAMETER {name} {value:g}" for name, value in chosen.items() if value is not None]
     lines.append(f"PARAMETER num_ctx {run.model.max_seq_length}")
     return "\n".join(lines) + "\n"

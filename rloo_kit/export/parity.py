@@ -40,7 +40,6 @@ OF_FILE = {
     "float16": ParityLimits(5e-2, 5e-3, 0.8),
     "bfloat16": ParityLimits(0.3, 3e-2, 0.5),
     "q8_0": ParityLimits(1.0, 6e-2, 0.25),
-    "q4_k_m": ParityLimits(3.0, 0.3, 0.0),
 }
 OF_COMPUTING = {"float32": OF_FILE["float32"], "float16": OF_FILE["bfloat16"], "bfloat16": ParityLimits(1.0, 5e-2, 0.3)}
 TYPES = {"LoRA": "float32", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # other kinds are types themselves

@@ -16,7 +16,6 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RolloutServerError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.evals.win_rate import renew_win_rate
 from rloo_kit.loop.callbacks import (
     HealthGuard,
     Interrupts,
@@ -367,11 +366,9 @@ def run_and_report(run: RunConfig, policy: Policy, data: Data, reward_funcs: lis
     check_inputs(run, run_dir, policy, data, reward_funcs)
     before = after = None
     if run.run.evaluate:
-        before = load_evaluation(run, "before") if run_dir.resumed else None
-        is_new = is_main_process() and before is not None and renew_win_rate(run, data.test, before)
-        before, is_new = share((before, is_new))
-        if before is None or is_new:
-            before = before or evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
+        before = share(load_evaluation(run, "before") if run_dir.resumed else None)
+        if before is None:
+            before = evaluate(run, policy, data.test, label="before", reward_funcs=reward_funcs)
             run_dir.write_json("before.json", before.to_dict())
         say(fill_text(before.describe()))
     result = _Training(run, policy, data, reward_funcs, run_dir).run_to_end()

@@ -20,7 +20,7 @@ from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import clear_last_error, resident_gib, trim_heap
 
 POLL_S = 0.2
-SLOW_CLIENT_S = 60.0  # longest wait for a client to fetch large outputs once the kernel is idle
+IDLE_S = 2.0  # without a running cell before the kernel is ended
 REQUEST_S = 10.0  # longest wait for a Jupyter server's response
 CLICK = "in JupyterLab: Kernel > Shut Down Kernel"
 # Services that restart a kernel whose process exits; only their menus can stop it.
@@ -29,34 +29,19 @@ HOSTED = {
     "KAGGLE_KERNEL_RUN_TYPE": "Kaggle would restart it; use Run > Stop session",
 }
 OUTCOMES = {
-    "script": "This is a script: its process exits when the script does.",
-    "terminal": "To end this process, type exit",
+    "script": "This is no notebook: its process exits when the script does, or with exit.",
     "batch": "The runner of this notebook ends the kernel after the last cell.",
     "server": "The kernel ends when nothing is left to run, and stays down.",
     "kernel": "The kernel ends when nothing is left to run.",
 }
 
 
-@dataclass(frozen=True)
-class Released:
-    """GiB in use before and after: on the GPU (allocator cache included), or in RAM."""
-
-    before_gib: float
-    after_gib: float
-    device: str = "cuda"  # or "cpu": resident memory
-
-
-def release_memory(verbose: bool = True) -> Released | None:
-    """Free the objects that the last error's traceback keeps alive, garbage, and the allocators' caches.
+def release_memory() -> None:
+    """Free the objects that the last error's traceback keeps alive, garbage, and the allocators' caches; print the GiB
+    in use before and after: on the GPU if torch has used one (allocator cache included), else in RAM.
 
     Delete the names of your models first: objects that a name (or a notebook's `Out[...]`) refers to stay. Afterwards a
     debugger no longer sees the last error's local variables.
-
-    Args:
-        verbose: print one line with the GiB in use before and after.
-
-    Returns:
-        GPU memory if torch has used a GPU, else the process's resident memory; None on systems without /proc.
     """
     torch = sys.modules.get("torch")
     cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None  # any other call opens a context
@@ -72,38 +57,30 @@ def release_memory(verbose: bool = True) -> Released | None:
         cuda.ipc_collect()
     trim_heap()
     after = held_gib()
-    if before is None or after is None:
-        return None
-    if verbose:
+    if before is not None and after is not None:  # a system without /proc
         what = "memory" if cuda is None else "GPU memory"
         print(f"{what} held by this process: {before:.2f} GiB before, {after:.2f} after", flush=True)
-    return Released(before, after, "cpu" if cuda is None else "cuda")
 
 
-def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 2.0) -> None:
+def shutdown_kernel(wait_s: float = 600.0) -> None:
     """Free memory, print where the files are, and shut down the notebook's kernel unless its runner does.
 
-    Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. Waits for
-    running saves and never ends a kernel that is training. docs/notebook.md has a table of the runners: a Jupyter
-    server shuts the kernel down for good, papermill and nbconvert end it themselves, a script just goes on.
-
-    Args:
-        force: skip the checks for saves and runs.
-        wait_s: longest wait for running saves, in seconds.
-        idle_s: seconds without a running cell before the kernel is ended.
+    Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. Waits up to `wait_s`
+    seconds for running saves, and never ends a kernel that is training. docs/notebook.md has a table of the runners: a
+    Jupyter server shuts the kernel down for good, papermill and nbconvert end it themselves, a script just goes on.
 
     Raises:
         SetupError: under a batch runner, which ends the kernel anyway, if work is unfinished after `wait_s`.
     """
     runner = find_runner()
-    obstacle = None if force else _find_obstacle(runner, wait_s)
+    obstacle = _find_obstacle(runner, wait_s)
     if obstacle is not None and runner.kind == "batch":
         raise SetupError(
             f"{obstacle}, but the runner of this notebook ends the kernel after the last cell: join the thread in a "
             "cell before this one, or raise shutdown_kernel's wait_s"
         )
     if obstacle is not None:
-        print(f"Kernel not shut down: {obstacle}. Call it again later; shutdown_kernel(force=True) does not wait.")
+        print(f"Kernel not shut down: {obstacle}. Call it again later, or {CLICK}.")
         return
     release_memory()
     folders: dict[Path, list[str]] = {}
@@ -119,7 +96,7 @@ def shutdown_kernel(force: bool = False, wait_s: float = 600.0, idle_s: float = 
     else:
         outcome = OUTCOMES[runner.kind]
         if runner.kind in ("server", "kernel"):
-            _Ending(runner, idle_s, force).start()
+            _Ending(runner).start()
     print(outcome, flush=True)
 
 
@@ -130,7 +107,7 @@ def _find_obstacle(runner: "Runner", wait_s: float) -> str | None:
         print(f"waiting until {_join(running_saves())} is saved", flush=True)
     if not wait_for_saves(wait_s):
         return f"{_join(running_saves())} is still being saved after {wait_s:g} s"
-    if runner.kind in ("script", "terminal"):
+    if runner.kind == "script":
         return None
     while runner.kind == "batch" and open_runs() and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -142,9 +119,6 @@ def _join(paths: Iterable[Path]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ who runs this
-
-# Addresses that a server listens on, and where it is called: on loopback.
-CALLED_AT = {"127.0.0.1": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::1": "[::1]", "::": "[::1]"}
 
 
 class ServerError(Exception):
@@ -161,10 +135,7 @@ class Server:
 
     def ask(self, method: str) -> dict[str, Any] | None:
         """`GET` the kernel's model, whose `execution_state` is `idle`, `busy`, ..., or `DELETE` the kernel permanently.
-
-        Returns:
-            the response; None if the server has no such kernel.
-        """
+        None if the server has no such kernel."""
         import httpx
 
         headers = {"Authorization": f"token {self.token}"} if self.token else {}
@@ -172,20 +143,19 @@ class Server:
             secret = os.urandom(16).hex()
             headers |= {"Cookie": f"_xsrf={secret}", "X-XSRFToken": secret}
         try:  # no proxy, no redirect; any certificate is accepted on this machine
-            found = httpx.request(method, self.url, headers=headers, timeout=REQUEST_S, trust_env=False, verify=False)
-            if found.status_code == 404:
+            reply = httpx.request(method, self.url, headers=headers, timeout=REQUEST_S, trust_env=False, verify=False)
+            if reply.status_code == 404:
                 return None
-            if not found.is_success:
-                reason = httpx.codes.get_reason_phrase(found.status_code)
-                raise ServerError(f"the server at {self.url} answered {method} with {found.status_code} {reason}")
-            return found.json() if found.content else {}
+            if not reply.is_success:
+                raise ServerError(f"the server at {self.url} answered {method} with {reply.status_code}")
+            return reply.json() if reply.content else {}
         except (httpx.HTTPError, ValueError) as error:  # whose text may contain the token
             raise ServerError(f"the server at {self.url} cannot be queried: {type(error).__name__}") from None
 
 
 def find_server(connection_file: Path) -> Server | None:
-    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if no process of
-    this user listens on its port on the loopback interface; nobody else gets the token.
+    """The Jupyter server that started this kernel; None if another program did. Raises ServerError if that process does
+    not listen on its port on 127.0.0.1; nobody else gets the token.
 
     Its file is next to the kernel's. It is read here because `jupyter_server.serverapp.list_running_servers` deletes
     the files of servers on other machines that share the folder, and a kernel's environment often lacks it.
@@ -196,17 +166,13 @@ def find_server(connection_file: Path) -> Server | None:
         return None
     try:
         info = json.loads(file.read_text(encoding="utf-8"))
-        process = psutil.Process(int(pid))
-        if process.username() != psutil.Process().username():
-            raise ServerError(f"the process {pid} of {file} belongs to {process.username()}")
+        connections = psutil.Process(int(pid)).net_connections("tcp")
+        places = {place.laddr for place in connections if place.status == psutil.CONN_LISTEN}
         port, scheme = info["port"], "https" if info["secure"] else "http"
-        sockets = (one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-        listens_on = {one.laddr.ip for one in sockets if one.laddr.port == port}
-        host = next((address for ip, address in CALLED_AT.items() if ip in listens_on), None)
-        if host is None:
-            raise ServerError(f"the process {pid} of {file} does not listen on port {port} of this machine's loopback")
+        if not places & {("127.0.0.1", port), ("0.0.0.0", port), ("::", port)}:
+            raise ServerError(f"the process {pid} of {file} does not listen on port {port} of 127.0.0.1")
         kernel_id = connection_file.stem.removeprefix("kernel-")
-        return Server(f"{scheme}://{host}:{port}{info['base_url']}api/kernels/{kernel_id}", info["token"])
+        return Server(f"{scheme}://127.0.0.1:{port}{info['base_url']}api/kernels/{kernel_id}", info["token"])
     except (OSError, ValueError, LookupError, psutil.Error) as error:
         raise ServerError(f"{file} or its process cannot be read: {type(error).__name__}") from None
 
@@ -216,13 +182,13 @@ class Runner:
     """The program that runs this process.
 
     Attributes:
-        kind: `script`; `terminal`: IPython without a kernel; `batch`: papermill, nbclient, nbconvert, which end the
-            kernel themselves; `server`: a Jupyter server that responds; `kernel`: another owner of a kernel; `foreign`:
-            one that would restart the kernel and cannot be queried.
+        kind: `script`, or IPython without a kernel; `batch`: papermill, nbclient, nbconvert, which end the kernel
+            themselves; `server`: a Jupyter server that responds; `kernel`: another owner of a kernel; `foreign`: one
+            that would restart the kernel and cannot be queried.
         reason: for `foreign`: why the kernel cannot be shut down from here, and what to click.
     """
 
-    kind: Literal["script", "terminal", "batch", "server", "kernel", "foreign"]
+    kind: Literal["script", "batch", "server", "kernel", "foreign"]
     shell: Any = None
     server: Server | None = None
     reason: str = ""
@@ -232,11 +198,9 @@ def find_runner() -> Runner:
     """The runner of this process; asks the Jupyter server that started the kernel whether it still has it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        return Runner("script")
     kernel: Any = getattr(shell, "kernel", None)
     if not hasattr(getattr(kernel, "parent", None), "get_connection_info"):  # none, or one inside another program
-        return Runner("terminal", shell)
+        return Runner("script", shell)
     request = kernel.get_parent("shell") or {}
     if request.get("content", {}).get("allow_stdin", True) is False:  # input() would get no answer
         return Runner("batch", shell)
@@ -258,15 +222,15 @@ def find_runner() -> Runner:
 
 
 class _Ending(threading.Thread):
-    """Ends the kernel once no cell has run for `idle_s` seconds and no save or run is in progress.
+    """Ends the kernel once no cell has run for `IDLE_S` seconds and no save or run is in progress.
 
     A kernel that stops inside its own cell races with its output: the reply and the last lines are lost, and the runner
     reports a dead kernel.
     """
 
-    def __init__(self, runner: Runner, idle_s: float, force: bool):
+    def __init__(self, runner: Runner):
         super().__init__(name="rloo-kit-ends-the-kernel", daemon=True)
-        self._runner, self._idle_s, self._force = runner, idle_s, force
+        self._runner = runner
         self._executing = {threading.get_ident()}  # threads running a cell: the caller's, and JupyterLab's subshells
         self._last = time.monotonic()
         runner.shell.events.register("pre_execute", self._begin)
@@ -288,13 +252,7 @@ class _Ending(threading.Thread):
         self._last = time.monotonic()
 
     def _may_end(self) -> bool:
-        idle_s = time.monotonic() - self._last
-        # Large messages that a client has not fetched: ending now would lose them, or crash.
-        garbage = sys.modules.get("zmq.utils.garbage")
-        unsent = garbage is not None and len(garbage.gc.refs) > 0
-        if self._executing or idle_s < self._idle_s or (unsent and idle_s < SLOW_CLIENT_S):
-            return False
-        if not self._force and (running_saves() or open_runs()):
+        if self._executing or time.monotonic() - self._last < IDLE_S or running_saves() or open_runs():
             return False
         server = self._runner.server
         state = (server.ask("GET") or {}).get("execution_state") if server else None

@@ -49,7 +49,7 @@ SETTINGS = {
     "default_flow_style", "width", "sort_base_mapping_type_on_output", "Constructor", "Representer",
     "Scanner",  # ruamel.yaml
     "n_parallel", "verbosity", "warmup", "n_ctx", "n_threads", "fit_params", "flash_attn_type", "cache_type_k",
-    "cache_type_v", "path", "ftype",  # xllamacpp, llama_cpp: the parameters of a server, of a quantisation
+    "cache_type_v", "path",  # xllamacpp: the parameters of a server
     "merges", "dtype", "quantization_config",  # gguf: a vocabulary that was read; the config of what is written
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
 }  # fmt: skip

@@ -204,22 +204,10 @@ def test_it_samples_as_rloo_does(policy: Any) -> None:
     assert measure_signal(run, policy, SimpleNamespace(train=make_dataset([None, None])), 3) is None
 
 
-def test_the_signal_of_an_own_reward(policy: Any, tmp_path: Any) -> None:
-    """An SFT whose own reward had reached 98 % had a pass rate of 0 % by exact match: "a higher sft.learning_rate"."""
-    (tmp_path / "mine.py").write_text(
-        "def has(completions, level, **_):\n"
-        "    return [float(each > 1 or '7' in text) for text, each in zip(completions, level)]\n"
-    )
-    data = SimpleNamespace(train=make_dataset(["0"] * 3).add_column("level", [1, 1, 2]))
-    run = make_run(difficulty_samples=0)
-    run.rloo.per_device_train_batch_size = run.rloo.num_generations = 32
-    run.rewards = [RewardSection(name=f"{tmp_path / 'mine.py'}:has")]
-    signal = measure_signal(run, policy, data, 3)
-    assert signal is not None and signal.num_mixed == 2 and signal.verdict == "enough" and signal.rates[2] == 1.0
-    assert 0.1 < signal.rates[0] < 0.9 and "unequal rewards among 32 completions" in str(signal)
-    solved = measure_signal(run, policy, SimpleNamespace(train=data.train.select([2])), 1)
-    assert solved is not None and solved.verdict == "too easy" and "harder prompts (data.source)" in str(solved)
+def test_without_a_reward_that_compares_answers_there_is_no_pass_rate(policy: Any, folder: Any) -> None:
+    """Judged by exact match, an SFT whose own reward had reached 98 % needed "a higher sft.learning_rate"."""
+    run, train = make_run(), make_dataset(["0"] * 3)
+    run.rewards = [RewardSection(name="length_reward")]
+    assert measure_signal(run, policy, SimpleNamespace(train=train), 3) is None
     with pytest.raises(ConfigError, match="rollout.difficulty_samples=0"):
-        select_prompts(
-            make_run().model_copy(update={"rewards": run.rewards}), policy, data.train, SimpleNamespace(resumed=False)
-        )
+        select_prompts(run, policy, train, folder)

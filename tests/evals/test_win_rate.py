@@ -11,7 +11,7 @@ import pytest
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.evals.win_rate import measure_win_rate, renew_win_rate
+from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
 from rloo_kit.results.verdict import TrainResult, judge_run
@@ -121,8 +121,7 @@ def test_other_judges_are_not_compared(server: JudgeServer, tmp_path: Path) -> N
 def test_another_rubric_template_or_address_is_another_judge(
     server: JudgeServer, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """Guards against 'learnt' from 0 % by one rubric and 100 % by the next: the verdict does not compare them, and a
-    resumed run measures the first one's answers by the new judge."""
+    """Guards against 'learnt' from 0 % by one rubric and 100 % by the next: the verdict does not compare them."""
     (tmp_path / "mine.jinja").write_text("{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}Better?")
     change = {name: str(tmp_path / value) if name == "template" else value for name, value in change.items()}
     change |= {"url": server.url.replace("127.0.0.1", "localhost")} if "url" in change else {}
@@ -137,10 +136,6 @@ def test_another_rubric_template_or_address_is_another_judge(
     assert "judge" in found and "rubric" in found
     verdict = judge_run(other, result, before, after)
     assert verdict.kind == "no evidence" and "rubric" in verdict.sentence
-    asked = len(server.requests)
-    assert renew_win_rate(other, dataset, before) and len(server.requests) > asked
-    assert not renew_win_rate(other, dataset, before)
-    assert judge_run(other, result, before, after).kind == "learnt"
 
 
 @pytest.mark.parametrize("missing", [None, "", float("nan")], ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 import gguf as reading
 import numpy as np
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 import rloo_kit as kit
 from rloo_kit.errors import ExportError
@@ -77,7 +77,7 @@ def test_the_modelfile_opens_the_thinking(trained: Any) -> None:
     assert fill(text) == render(policy, [{"role": "user", "content": "1+1?"}])
     assert fill(text).endswith("<|im_start|>assistant\n<think>\n")
     assert 'SYSTEM """Add. Say \\"\\"\\"done\\"\\"\\"."""' in text
-    assert 'PARAMETER stop "<|im_end|>"' in text and "PARAMETER temperature 0.6\nPARAMETER top_p 0.95" in text
+    assert 'PARAMETER stop "<|im_end|>"' in text and "PARAMETER temperature" not in text
 
 
 def fill(modelfile: str, system: str = "") -> str:
@@ -98,7 +98,8 @@ def test_each_layout_has_its_modelfile(trained: Any) -> None:
     Ollama would take the file's chat template, and complete another text than the trained one."""
     run, policy, _, _ = trained
     config = AutoConfig.for_model("llama", vocab_size=49152)
-    model = SimpleNamespace(config=config, generation_config=policy.model.generation_config)
+    own = GenerationConfig(do_sample=True, temperature=0.2, top_p=0.9, eos_token_id=policy.tokenizer.eos_token_id)
+    model = SimpleNamespace(config=config, generation_config=own)
     smollm2 = SimpleNamespace(tokenizer=copy.deepcopy(policy.tokenizer), family="instruct", model=model)
     smollm2.tokenizer.chat_template = SMOLLM2_TOOLS
     text = write_modelfile(run, smollm2, "x.gguf")

@@ -5,24 +5,21 @@ Figures on a GPU are for tests/on_gpu; real runners, and kernels that end, for t
 
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from rloo_kit.errors import SetupError
 from rloo_kit.notebook import kernel
 from rloo_kit.notebook.kernel import Server, ServerError, find_runner, find_server
 from rloo_kit.runs.files import saving
-from tests.notebooks.server import jupyter_lab, own_certificate
 from tests.scripted_server import Scripted
 
 TOKEN = "a-secret"
@@ -38,10 +35,8 @@ class Model:
 def test_a_process_without_a_cuda_context_opens_none(monkeypatch: Any, capsys: Any) -> None:
     """Asking CUDA for its memory opens a context, which takes a few hundred MiB: worse than nothing."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False)))  # type: ignore[arg-type]
-    released = kernel.release_memory()
-    assert released is not None and released.device == "cpu"
-    expected = f"memory held by this process: {released.before_gib:.2f} GiB before, {released.after_gib:.2f} after\n"
-    assert capsys.readouterr().out == expected
+    kernel.release_memory()
+    assert re.fullmatch(r"memory held by this process: [\d.]+ GiB before, [\d.]+ after\n", capsys.readouterr().out)
 
 
 def test_what_the_last_error_holds_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +57,14 @@ def test_what_the_last_error_holds_is_given_back(monkeypatch: pytest.MonkeyPatch
         fails()
     monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
     assert held[0]() is not None
-    kernel.release_memory(verbose=False)
+    kernel.release_memory()
     assert held[0]() is None and "torch" not in sys.modules
     assert str(caught.value) == "second" and str(caught.value.__cause__) == "'first'"
     names: dict[str, Any] = {}  # a cell's frame has the notebook's own names as its variables, which stay
     with pytest.raises(ZeroDivisionError) as of_a_cell:
         exec("policy = [1, 2, 3]\n1 / 0", names)
     monkeypatch.setattr(sys, "last_value", of_a_cell.value, raising=False)
-    kernel.release_memory(verbose=False)
+    kernel.release_memory()
     assert names["policy"] == [1, 2, 3]
 
 
@@ -104,63 +99,20 @@ def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return write
 
 
-@pytest.mark.slow
-def test_a_real_server_until_it_ends(tmp_path, monkeypatch, started_by, listen):
-    """A server that was killed leaves its file; by now its port, or its number, may be another program's."""
-    arguments = ["--ServerApp.base_url=/user/jo%40x.org/", *own_certificate(tmp_path)]
-    with jupyter_lab(tmp_path / "lab", *arguments, token=TOKEN) as lab:
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            monkeypatch.setenv(name, "http://127.0.0.1:9")
-        monkeypatch.setenv("JPY_PARENT_PID", str(lab.process.pid))
-        kernel_id = lab.ask("POST", "api/kernels", {"name": "python3"})["id"]
-        connection_file = lab.folder / "home" / "runtime" / f"kernel-{kernel_id}.json"
-        server = find_server(connection_file)
-        assert server is not None and server.token == TOKEN and server.url.startswith(lab.url.partition(":")[0])
-        assert server.ask("GET")["execution_state"] in ("starting", "idle")
-        with pytest.raises(ServerError, match="answered DELETE with 403 Forbidden"):
-            replace(server, token="another").ask("DELETE")
-        assert server.ask("DELETE") == {} and lab.kernels() == [] and server.ask("GET") is None
-        lab.process.kill()
-        lab.process.wait(20)
-        port = int(lab.url.split(":")[2].partition("/")[0])
-        other = listen("127.0.0.1", port)
-        with pytest.raises(ServerError, match="cannot be read: NoSuchProcess"):
-            find_server(connection_file)
-    with subprocess.Popen(["sleep", "60"]) as process:
-        with pytest.raises(ServerError, match=f"does not listen on port {port} of this machine's loopback"):
-            find_server(started_by(port, process.pid))
-        process.kill()
-    assert not other.requests
-
-
-@pytest.mark.parametrize(
-    ("address", "called"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")]
-)
-def test_a_server_is_called_on_loopback_where_it_listens(address, called, started_by, listen):
-    """127.0.0.1 may be another program's where a server listens on `::` alone."""
-    try:
-        server = listen(address)
-    except OSError:
-        pytest.skip("no IPv6 here")
+def test_only_a_process_that_listens_there_gets_the_token(started_by, listen):
+    """`jupyter lab --ip=...` listens to everybody there, and this port may be another program's by now."""
+    server = listen("127.0.0.1")
     found = find_server(started_by(server.port, base_url="/user/me/"))
-    assert found is not None and found.url == f"http://{called}:{server.port}/user/me/api/kernels/an-id"
+    assert found is not None and found.url == f"http://127.0.0.1:{server.port}/user/me/api/kernels/an-id"
     assert found.ask("GET") == {"execution_state": "idle"}
     assert [headers["Authorization"] for headers in server.headers] == [f"token {TOKEN}"]
-
-
-def test_no_other_machine_or_user_gets_the_token(started_by, listen):
-    """`jupyter lab --ip=...` listens to everybody there, in plain text; another user may own the port by now."""
-    outside = [one.address for found in psutil.net_if_addrs().values() for one in found if one.family == socket.AF_INET]
-    for address in (one for one in outside if not one.startswith("127.")):
-        server = listen(address)
-        with pytest.raises(ServerError, match="does not listen on port .* loopback"):
-            find_server(started_by(server.port))
-        assert not server.requests
-    if os.getuid() == 0:
-        with subprocess.Popen(["sleep", "60"], user=12345, cwd="/") as process:
-            with pytest.raises(ServerError, match="belongs to 12345"):
-                find_server(started_by(listen().port, process.pid))
-            process.kill()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        with pytest.raises(ServerError, match=f"does not listen on port {server.port} of 127.0.0.1"):
+            find_server(started_by(server.port, process.pid))
+        process.kill()
+    with pytest.raises(ServerError, match="cannot be read: NoSuchProcess"):
+        find_server(started_by(server.port, process.pid))
+    assert len(server.headers) == 1
 
 
 def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
@@ -175,30 +127,23 @@ def test_a_kernel_that_no_server_started(started_by, monkeypatch, tmp_path):
 
 
 def test_what_is_no_jupyter_is_the_servers_error(listen):
-    """A thread that waits for the end died of it. An SSH server answers, too; a redirect's address would get the token,
-    and so would every reader of the HTTP library's error: Illegal header value b'token ...'."""
+    """A thread that waits for the end died of it. A redirect's address would get the token, and so would every reader
+    of the HTTP library's error: Illegal header value b'token ...'."""
     server, other = listen(), listen()
     for status, headers, body, error in (
         (200, {}, b"{", "cannot be queried: JSONDecodeError"),
-        (200, {}, b"\xff", "cannot be queried: UnicodeDecodeError"),
         (200, {"Content-Length": "x"}, b"", "cannot be queried: RemoteProtocolError"),
-        (200, {"Content-Encoding": "gzip"}, b"<html>", "cannot be queried: DecodingError"),
         (302, {"Location": other.url}, b"", "answered GET with 302"),
-        (307, {"Location": other.url}, b"", "answered GET with 307"),
     ):
         server.answer = lambda path, answer=(status, headers, body): answer
         with pytest.raises(ServerError, match=error):
             Server(server.url, TOKEN).ask("GET")
-    with pytest.raises(ServerError, match="answered DELETE with 307"):
-        Server(server.url, TOKEN).ask("DELETE")
-    assert {headers["Authorization"] for headers in server.headers} == {f"token {TOKEN}"} and not other.requests
+    assert not other.requests
     with pytest.raises(ServerError, match="cannot be queried: ConnectError"):
         Server("http://127.0.0.1:9/").ask("DELETE")
-    for token in (f"{TOKEN}\n", f"{TOKEN}\r\nX: y", f"{TOKEN}ü"):
-        with pytest.raises(ServerError, match="cannot be queried") as caught:
-            Server(server.url, token).ask("GET")
-        assert TOKEN not in str(caught.value)
-    assert TOKEN not in repr(Server("http://127.0.0.1/", TOKEN))
+    with pytest.raises(ServerError, match="cannot be queried") as caught:
+        Server(server.url, f"{TOKEN}\n").ask("GET")
+    assert TOKEN not in str(caught.value) and TOKEN not in repr(Server("http://127.0.0.1/", TOKEN))
 
 
 # ------------------------------------------------------------------------------------------------ the runner
@@ -242,7 +187,7 @@ def test_the_runner_by_the_servers_answer(in_kernel, started_by, listen):
     server.answer = lambda path: (403, {}, b"")
     found = find_runner()
     assert found.kind == "foreign"
-    assert found.reason.endswith("answered GET with 403 Forbidden; in JupyterLab: Kernel > Shut Down Kernel")
+    assert found.reason.endswith("answered GET with 403; in JupyterLab: Kernel > Shut Down Kernel")
     in_kernel(allow_stdin=False)
     assert find_runner().kind == "batch"
 
@@ -256,9 +201,7 @@ def test_a_save_that_takes_too_long_keeps_the_kernel(in_kernel: Any, capsys: Any
         in_kernel()
         kernel.shutdown_kernel(wait_s=0.05)
         printed = capsys.readouterr().out
-        assert f"Kernel not shut down: {tmp_path / 'adapter'}" in printed and "shutdown_kernel(force=True)" in printed
+        assert f"Kernel not shut down: {tmp_path / 'adapter'}" in printed and "Shut Down Kernel" in printed
         in_kernel(allow_stdin=False)
         with pytest.raises(SetupError, match=r"adapter .* after 0.05 s.* raise shutdown_kernel's wait_s"):
             kernel.shutdown_kernel(wait_s=0.05)
-        kernel.shutdown_kernel(force=True)
-    assert kernel.OUTCOMES["batch"] in capsys.readouterr().out

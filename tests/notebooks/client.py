@@ -3,8 +3,7 @@ until the kernel has ended.
 
     python client.py cells.json texts.json
 
-Prints `sent` once they are; somebody may then stop this process for a while. Exits with the kernel's exit code; 99
-where the kernel had to be killed.
+Exits with the kernel's exit code; 99 where the kernel had to be killed.
 """
 
 import json
@@ -22,7 +21,6 @@ def main(cells: Path, texts: Path) -> int:
     try:
         for code in json.loads(cells.read_text()):
             client.execute(code)
-        print("sent", flush=True)
         deadline, code = time.monotonic() + 90, None
         while time.monotonic() < deadline:
             try:

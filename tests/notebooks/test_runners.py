@@ -4,10 +4,7 @@ Every runner gets the same notebook twice: with the shutdown as its last cell, a
 end. It is plain code without torch: a kernel starts in a second, and what is tested is the end of it.
 """
 
-import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebooks.runners import COMMANDS, REPOSITORY, Ended, all_gone, environment, processes, run, write_cells
+from tests.notebooks.runners import COMMANDS, REPOSITORY, Ended, processes, run
 from tests.notebooks.server import JupyterServer, jupyter_lab, own_certificate
 
 pytestmark = pytest.mark.slow
@@ -143,27 +140,6 @@ def memory_released(text: str) -> bool:
 def _figures(text: str) -> list[tuple[float, float]]:
     found = re.findall(r"memory held by this process: ([\d.]+) GiB before, ([\d.]+) after", text)
     return [(float(before), float(after)) for before, after in found]
-
-
-def test_a_client_that_sleeps_gets_everything(tmp_path: Path) -> None:
-    """A laptop that was closed for a while lost what its kernel had not sent yet when it ended: a second was all it
-    had. Longer, and the kernel crashed: the memory of its messages went before the thread that sends them."""
-    prints = ["print('x' * 30_000_000)", "for _ in range(5): print('y' * 3_000_000)"]
-    write_cells(["import rloo_kit as kit", *prints, SHUT_DOWN], tmp_path)
-    with environment(tmp_path) as (env, mark):
-        command = [str(word) for word in COMMANDS["jupyter_client"]]
-        client = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-        try:
-            assert client.stdout.readline() == "sent\n"
-            os.kill(client.pid, signal.SIGSTOP)
-            time.sleep(7)  # the kernel would have ended after two
-            os.kill(client.pid, signal.SIGCONT)
-            client.communicate(timeout=60)
-        finally:
-            client.kill()
-    text = (tmp_path / "texts.json").read_text().partition("memory held")[0]  # the shutdown's words have letters too
-    assert (text.count("x"), text.count("y"), client.returncode) == (30_000_000, 15_000_000, 0)
-    assert all_gone(mark)
 
 
 def test_a_training_run_in_a_thread_is_not_ended(tmp_path: Path) -> None:
