@@ -155,12 +155,8 @@ def _compact(cache: SlotCache, live: list[CompletionState]) -> list[CompletionSt
 
 
 def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> ModuleDecoder:
-    """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
-
-    Args:
-        choice: the class that an earlier call chose for the same model. None: `DirectDecoder`, if its logits for a few
-            tokens are those of the model's own forward.
-    """
+    """The decoder for a causal language model, plain or with an adapter, in evaluation mode: `DirectDecoder`, if its
+    logits for a few tokens are those of the model's own forward. `choice`: the class that an earlier call chose."""
     is_unsloths = has_unsloths_layers(model)  # which a step through the modules would not fit
     is_mixed = torch.is_autocast_enabled(model.device.type) and model.get_input_embeddings().weight.itemsize == 4
     if choice is not ModuleDecoder and (is_unsloths or not is_mixed):
