@@ -292,7 +292,9 @@ def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch
         return None
     trained = {name: value.detach() for name, value in policy.named_parameters() if value.requires_grad}
     # FSDP 2 shards them; those of the outermost module stay whole between two passes
-    return {name: (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu() for name, part in trained.items()}
+    return {
+        name: (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu() for name, part in trained.items()
+    }
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:
