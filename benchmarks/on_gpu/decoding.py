@@ -92,7 +92,9 @@ def plans_cudnn_attention(bench: Bench) -> None:
                 _, found = decode(bench, engine, prompts, decoded)
                 if name:
                     bench.report(tokens_ms={decoder: {name: found["ms"]}})
-            bench.report(profile={decoder: profile_tokens(bench, engine, prompts) | {"decoder": engine.decoder}})
+            bench.report(
+                profile={decoder: profile_tokens(bench, engine, prompts) | {"decoder": engine.decoder.__name__}}
+            )
     train(bench, policy, "rloo.max_steps=2", "rollout.engine=native", "run.name=parts", overwrite=True)
     bench.release()
 

@@ -129,15 +129,8 @@ def _padded(groups: Sequence[Group], pad_id: int) -> Layout:
 
 
 def token_weights(groups: Sequence[Group], mask: torch.Tensor, layout: str) -> torch.Tensor:
-    """How often each token of a layout counts in the auxiliary loss of a mixture of experts: a prompt once per
-    completion, padding not at all.
-
-    Args:
-        mask: (N,), the completion tokens that count, group by group. layout: as `lay_out` takes it.
-
-    Returns:
-        (T,) float32; padded rows end to end.
-    """
+    """How often each token of a layout counts in the auxiliary loss of a mixture of experts, (T,) float32, padded rows
+    end to end: a prompt once per completion, padding not at all. `mask`: (N,), the completion tokens that count."""
     pieces: list[torch.Tensor] = []
     for group in groups:
         for number, completion in enumerate(group.completions):

@@ -288,12 +288,13 @@ def follow_umask(folder: Path) -> None:
 
 def gather_adapter(accelerator: Any, policy: torch.nn.Module) -> dict[str, torch.Tensor] | None:
     """The adapter's tensors by name if they are sharded over processes; None if this process has them all."""
-    trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
     if accelerator.distributed_type != DistributedType.FSDP:
         return None
+    trained = {name: value.detach() for name, value in policy.named_parameters() if value.requires_grad}
     # FSDP 2 shards them; those of the outermost module stay whole between two passes
-    found = {name: value.detach() for name, value in trained.items()}
-    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).cpu() for name, one in found.items()}
+    return {
+        name: (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu() for name, part in trained.items()
+    }
 
 
 def load_shards(accelerator: Any, policy: torch.nn.Module, folder: Path) -> None:

@@ -89,10 +89,9 @@ class Policy:
 
     def describe(self) -> str:
         """One line: model, size, trained parameters, device, backend and why it was chosen."""
-        parameters = [(one, 2 if type(one).__name__ == "Params4bit" else 1) for one in self.model.parameters()]
-        sizes = [(one.numel() * per_element, one.requires_grad) for one, per_element in parameters]
-        total = sum(size for size, _ in sizes)
-        trained = sum(size for size, is_trained in sizes if is_trained)
+        parameters = list(self.model.parameters())
+        total = sum(value.numel() * (2 if type(value).__name__ == "Params4bit" else 1) for value in parameters)
+        trained = sum(value.numel() for value in parameters if value.requires_grad)
         base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         bare = find_bare_layers(self.model) if hasattr(self.model, "peft_config") else []
         without = f" (no adapter on {', '.join(bare)})" if bare else ""

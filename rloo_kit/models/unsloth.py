@@ -102,21 +102,20 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
 
 @contextmanager
 def inference_mode(model: Any) -> Iterator[None]:
-    """Unsloth's fast generation without gradients; restores training mode and its checkpointing afterwards."""
-    was_training = model.training
+    """Unsloth's fast generation without gradients, with its CUDA graphs; restores training mode and its checkpointing
+    afterwards, and frees the graphs and the buffers of decoding, which stay until a layer's next full forward."""
+    graphs, was_training = import_module("unsloth.models._decode_graphs"), model.training
     model.for_inference()
     try:
-        with torch.no_grad(), _decode_graphs().rl_generation():
+        with torch.no_grad(), graphs.rl_generation():
             yield
     finally:
-        free_caches(model)
+        graphs.release_for_training(model)
+        for module in model.modules():
+            for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
+                vars(module).pop(name, None)
         if was_training:
             model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
-
-
-def _decode_graphs() -> Any:
-    """Unsloth's CUDA graphs of decoding steps, on only in the scope of an RL generation."""
-    return import_module("unsloth.models._decode_graphs")
 
 
 @contextmanager
@@ -135,15 +134,6 @@ def uncompiled() -> AbstractContextManager[None]:
     """Run padded rows in training mode through Unsloth's blocks as they are. On a GPU it compiles each kind of block at
     its first such call, unlike for packed rows."""
     return _variable(COMPILE_VARIABLE, "0")
-
-
-def free_caches(model: Any) -> None:
-    """Free what Unsloth's fast decoding keeps: its graphs with their buffers, and the buffers without graphs, which
-    otherwise stay until a layer's next full forward."""
-    _decode_graphs().release_for_training(model)
-    for module in model.modules():
-        for name in ("paged_attention", "paged_attention_K", "paged_attention_V"):
-            vars(module).pop(name, None)
 
 
 def config_arguments(run: RunConfig) -> dict[str, Any]:

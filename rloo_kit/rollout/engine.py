@@ -150,8 +150,7 @@ class Engine:
         """After memory ran out with `tried` completions at once: half as many from now on. `left`: what happens to the
         unfinished ones."""
         self.rows = max(1, tried // 2)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.sampling.say(
             f"rollout: out of memory with {tried} completions at once; {left}, {self.rows} at once "
             f"(rollout.rows={self.rows} starts with that)"

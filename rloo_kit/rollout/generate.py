@@ -48,7 +48,7 @@ class GenerateEngine(Engine):
             self._options = {"do_sample": True, **WHOLE_DISTRIBUTION}
             if model.generation_config.min_p is None:
                 del self._options["min_p"]  # 0.0 removes nothing, but costs a softmax over the vocabulary per token
-        self._fault: str | None = None  # of padded prompts; None until checked, empty without
+        self._pads: bool | None = None  # whether prompts may be padded; None until checked
 
     def _finish(self, call: Call) -> None:
         lengths = [len(state.prompt) for state in call.states]
@@ -64,7 +64,7 @@ class GenerateEngine(Engine):
                 if not order:
                     continue
                 batch = next_batch(order, lengths, self.rows or len(order))
-                if len({lengths[row] for row in batch}) > 1 and self.check_padding():
+                if len({lengths[row] for row in batch}) > 1 and not self.check_padding():
                     batch = next_batch(order, lengths, self.rows or len(order), pads=False)
                 if len(batch) != entered:
                     mode.close()
@@ -106,10 +106,10 @@ class GenerateEngine(Engine):
             call.states[state.number] = state
         return True
 
-    def check_padding(self) -> str | None:
-        """What is wrong with prompts padded on the left, which are then sampled one length after another; None if
-        nothing is. Compares greedy continuations of a random prompt, padded and alone, at the first call."""
-        if self._fault is None:
+    def check_padding(self) -> bool:
+        """Whether the model samples the same from prompts padded on the left; else one length after another is sampled.
+        Compares greedy continuations of a random prompt, padded and alone, at the first call."""
+        if self._pads is None:
             generator, rows = torch.Generator().manual_seed(0), self._model.config.get_text_config().vocab_size
             drawn = torch.randint(rows, (2, max(PAD_CHECK[0])), generator=generator).tolist()
             prompts = [ids[:length] for ids, length in zip(drawn, PAD_CHECK[0], strict=True)]
@@ -118,15 +118,14 @@ class GenerateEngine(Engine):
             same = takewhile(lambda step: step[0][0] == step[1][0], steps)  # up to where the texts diverge
             gaps = [(mine - other).abs().sum().item() / 2 for (_, mine), (_, other) in same]
             moved = max(gaps, default=0.0)  # none: a generate without logits_processor, which `_Steering` reports
-            self._fault = ""
-            if not moved <= (PAD_TOLERANCE_16_BITS if is_coarse(self._model) else PAD_TOLERANCE):
-                self._fault = (
-                    f"{self._model.config.model_type} continues a prompt that is padded on the left otherwise than the "
-                    f"prompt alone ({moved:.0%} of the probability goes to other tokens), so prompts of different "
-                    "lengths are sampled one length after another"
+            self._pads = moved <= (PAD_TOLERANCE_16_BITS if is_coarse(self._model) else PAD_TOLERANCE)
+            if not self._pads:
+                self.sampling.say(
+                    f"rollout: {self._model.config.model_type} continues a prompt that is padded on the left otherwise "
+                    f"than the prompt alone ({moved:.0%} of the probability goes to other tokens), so prompts of "
+                    "different lengths are sampled one length after another"
                 )
-                self.sampling.say(f"rollout: {self._fault}")
-        return self._fault or None
+        return self._pads
 
     def _continue(self, prompts: list[list[int]]) -> list[tuple[int, torch.Tensor]]:
         """Greedy tokens after the first prompt: for each, the id before it, and the probabilities (V,)."""

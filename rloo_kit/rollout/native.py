@@ -52,19 +52,14 @@ class NativeEngine(Engine):
         self.uses_graphs = model.device.type == "cuda"
         self.counts: Counter[str] = Counter()
         self._model, self._mode = model, mode
-        self._decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
-
-    @property
-    def decoder(self) -> str | None:
-        """Name of the class that decoded last."""
-        return None if self._decoder is None else self._decoder.__name__
+        self.decoder: type[ModuleDecoder] | None = None  # chosen in the first rollout
 
     def _finish(self, call: Call) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._mode())
             stack.enter_context(torch.no_grad())
-            decoder = make_decoder(self._model, self._decoder)
-            self._decoder = type(decoder)
+            decoder = make_decoder(self._model, self.decoder)
+            self.decoder = type(decoder)
             if decoder.replayable:  # it knows its precision
                 stack.enter_context(torch.autocast(decoder.device.type, enabled=False))
             waiting = deque(call.states[number] for number in call.order)
@@ -160,12 +155,8 @@ def _compact(cache: SlotCache, live: list[CompletionState]) -> list[CompletionSt
 
 
 def make_decoder(model: Any, choice: type[ModuleDecoder] | None = None) -> ModuleDecoder:
-    """The decoder for a causal language model, plain or with an adapter, in evaluation mode.
-
-    Args:
-        choice: the class that an earlier call chose for the same model. None: `DirectDecoder`, if its logits for a few
-            tokens are those of the model's own forward.
-    """
+    """The decoder for a causal language model, plain or with an adapter, in evaluation mode: `DirectDecoder`, if its
+    logits for a few tokens are those of the model's own forward. `choice`: the class that an earlier call chose."""
     is_unsloths = has_unsloths_layers(model)  # which a step through the modules would not fit
     is_mixed = torch.is_autocast_enabled(model.device.type) and model.get_input_embeddings().weight.itemsize == 4
     if choice is not ModuleDecoder and (is_unsloths or not is_mixed):

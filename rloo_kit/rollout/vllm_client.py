@@ -25,7 +25,6 @@ ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
 MOST_SHOWN = 500  # characters of an answer in a message
 KEY_VARIABLE = "VLLM_API_KEY"
 PROBE_TOKENS = 5
-ROUNDING = 0.01  # how far above 0 a log-probability may be
 RESUME = "read the server's log, restart it, and continue the run with --resume"
 # vLLM takes missing parameters from the checkpoint's generation config, so these are sent along with the filters.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -64,7 +63,6 @@ class _LogProbs(_Part):
 
 class _Choice(_Part):
     token_ids: list[_Id] | None = None
-    prompt_token_ids: list[_Id] | None = None
     finish_reason: str | None = None
     scores: _LogProbs | None = Field(None, alias="logprobs")
 
@@ -88,13 +86,8 @@ AnyPart = TypeVar("AnyPart", bound=_Part)
 
 
 class VllmClient:
-    """One server; thread-safe. `VLLM_API_KEY` is sent as the key. Every method raises `RolloutServerError` with the
-    fix.
-
-    Args:
-        url: http://host:port.
-        say: gets a line if the key would be sent unencrypted.
-    """
+    """One server at http://host:port; thread-safe. `VLLM_API_KEY` is sent as the key; `say` gets a line if that is
+    unencrypted. Every method raises `RolloutServerError` with the fix."""
 
     def __init__(self, url: str, say: Callable[[str], None] = print) -> None:
         self.url = url.rstrip("/")
@@ -120,12 +113,8 @@ class VllmClient:
         return {model.id: model.root or model.id for model in bases}, min(lengths, default=None)
 
     def load_adapter(self, name: str, folder: str, rank: int) -> None:
-        """Make the server load an adapter.
-
-        Args:
-            name: never used before: a reused name would find the other adapter's cached prefixes.
-            folder: as the server sees it. rank: of the adapter, for the error message.
-        """
+        """Make the server load an adapter from a folder, as it sees it, under a new name: a reused one would find the
+        other adapter's cached prefixes. `rank`: for the error message."""
         answer = self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, LOAD_S)
         if answer.status_code == 200:
             return
@@ -153,8 +142,6 @@ class VllmClient:
         logps = choice.scores.token_logprobs if choice.scores is not None else None
         if ids is None:
             raise RolloutServerError(f"{self.url} returns no token ids: it has to be vLLM 0.10.2 or newer")
-        if choice.prompt_token_ids not in (prompt_ids, None):
-            raise RolloutServerError(f"{self.url} continued a different prompt from the one sent: does it truncate it?")
         if logps is None or len(logps) != len(ids):
             raise RolloutServerError(f"{self.url} returns no log-probability for each of its {len(ids)} tokens")
         finite = [logp for logp in logps if logp is not None and math.isfinite(logp)]
@@ -163,8 +150,6 @@ class VllmClient:
                 f"{self.url} sampled from logits that contain a NaN: the weights are broken (a learning rate too "
                 "high?); resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
-        if max(finite, default=0.0) > ROUNDING:
-            raise RolloutServerError(f"{self.url} returns a log-probability of {max(finite):g}, above 0: is it vLLM's?")
         end = next((place for place, token in enumerate(ids, 1) if token in stop_ids), limit)
         if not ids or len(ids) != min(end, limit) or reason not in ("stop", "length"):
             raise RolloutServerError(

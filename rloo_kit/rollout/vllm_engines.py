@@ -139,13 +139,13 @@ class ServerSettings:
         url: http://host:port.
         folder: for adapters; the server sees it under the same path. Other runs and other files may share it.
         hand_over: writes the adapter into the empty folder that it is given; called by all processes at once.
-        vocabulary: number of ids that the model knows; an answer with another id is refused. None: not checked.
+        vocabulary: number of ids that the model knows; an answer with another id is refused.
     """
 
     url: str
     folder: Path
     hand_over: Callable[[Path], None]
-    vocabulary: int | None = None
+    vocabulary: int
 
 
 class ServerEngine(Engine):
@@ -272,7 +272,7 @@ class ServerEngine(Engine):
 
     def _sample_one(self, state: CompletionState, seed: int, call: Call) -> None:
         """Finish one completion; the answer after closed thinking is a second request, and each turn has its own."""
-        vocabulary = self._settings.vocabulary or 2**31
+        vocabulary = self._settings.vocabulary
         while not state.finished or call.ask_and_wait(state):
             if state.next_forced is not None:
                 state.take(state.next_forced, math.nan)

@@ -128,7 +128,7 @@ def test_log_probabilities_are_those_of_single_sequences(make_model, replayed, s
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
     for engine in (engine_for(model, rows=7), in_graphs(engine_for(model, rows=7))):
         found = engine.sample(prompts, BUDGET)
-        assert engine.decoder == "DirectDecoder"
+        assert engine.decoder.__name__ == "DirectDecoder"
         assert engine.uses_graphs == (engine.counts["replays"] > 10) == (engine.counts["captures"] > 2)
         assert len({len(ids) for ids in found.completion_ids}) > 3 and any(found.forced) and not all(found.forced)
         check_logps(model, prompts, found, tolerance=1e-5)

@@ -104,7 +104,7 @@ def test_no_merged_copy_in_sixteen_bits(make_model, autocast):
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = engine.sample(PROMPTS, Limits(8))
-        assert engine.decoder == ("ModuleDecoder" if autocast else "DirectDecoder")
+        assert engine.decoder.__name__ == ("ModuleDecoder" if autocast else "DirectDecoder")
         check_logps(model, PROMPTS, found, tolerance=0.2)
 
 

@@ -122,10 +122,8 @@ FAULTS = {  # what the message says, and answers that it is about
         with_logps("-0.5", -1.0),
     ],
     "vLLM 0.10.2 or newer": [changed(token_ids=None)],
-    "continued a different prompt": [changed(prompt_token_ids=[7])],
     "no log-probability for each of its 2 tokens": [changed(logprobs=None), with_logps(-1.0)],
     "the weights are broken": [with_logps(logp, -1.0) for logp in (None, float("nan"), float("-inf"))],
-    "0.5, above 0": [with_logps(0.5, -1.0)],
     r"tokens, which neither a stop id nor the limit .*--max-model-len": [
         changed(token_ids=[9, 9]), with_logps(*[-1.0] * 9, token_ids=[3] * 8 + [9]), changed(finish_reason="error"),
         with_logps(-1.0, token_ids=[3]),  # as if the end were kept back with the text
