@@ -37,19 +37,15 @@ class Workload:
     """The inputs of the arithmetic, from a run and the machine that it has to fit (`planner.read_workload`).
 
     Attributes:
-        four_bit: the matrices of the layers are in NF4. weight_bytes: per unquantised weight and cache element.
-        compute_bytes: per activation. lora_rank: None trains every parameter. lora_targets: names of matrices.
+        four_bit: layers in NF4. weight_bytes: per unquantised weight and cache element. compute_bytes: per activation.
+        lora_rank: None trains every parameter. lora_targets: names of matrices.
         checkpointing: "off", "on" (recomputed) or "offloaded" (recomputed, checkpoints in host memory).
-        fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion, as do
-            the padded rows of delta nets.
+        fused: Unsloth's kernels, which save less, and its packing, which repeats the prompt for each completion.
         tokens_per_pass: limit of a training pass, which has at least one row, or one group (whole_groups).
         reference: what beta needs in addition to the policy: "none", "adapter" (a frozen copy) or "model".
-        completions: per call of the engine in this process. engine: as in `rollout.engine`.
-        float8_cache: vLLM's KV cache is in 8 bits. max_length: longest row in tokens that vLLM must support.
-        enforce_eager: vLLM without CUDA graphs. vllm_bytes: vLLM's share of the GPU if the file sets it.
-        keeps_gradients: a step has several rollouts, so gradients exist in the later ones; otherwise the optimizer
-            step before a rollout frees them.
-        unknown_bytes: of layers that Unsloth's dynamic 4-bit copies keep in 16 bit, at most.
+        completions: per call of the engine in this process. max_length: longest row that vLLM must support.
+        vllm_bytes: vLLM's share of the GPU if the file sets it. unknown_bytes: of layers that Unsloth's dynamic 4-bit
+            copies keep in 16 bit, at most. keeps_gradients: a step has several rollouts.
     """
 
     shape: ModelShape

@@ -195,9 +195,8 @@ def plan_engine(
 ) -> EngineChoice:
     """The engine of `rollout.engine`; auto takes vLLM on a CUDA GPU if it is installed and fits.
 
-    A GPU elsewhere (`machine.is_here` is False) is assumed to have what `make setup` installs: Unsloth, not vLLM.
-
-    Arguments and errors as in `plan_vllm`. An explicit `vllm` is returned even if `VllmPlan.obstacle` is set.
+    A GPU elsewhere is assumed to have what `make setup` installs: Unsloth, not vLLM. Arguments and errors as in
+    `plan_vllm`. An explicit `vllm` is returned even if `VllmPlan.obstacle` is set.
     """
     if run.rollout.engine != "auto":
         return EngineChoice(run.rollout.engine, f"rollout.engine is {run.rollout.engine}")
@@ -229,11 +228,7 @@ def plan_vram(
         config: the content of the model's `config.json`; None looks for it (`find_shape`).
         engine: of a policy that is already loaded; None takes `rollout.engine`, where auto chooses by what fits.
 
-    Returns:
-        The plan, which prints as a table.
-
-    Raises:
-        ConfigError: the model's shape is unknown, or gpu_gib is not above 0.
+    Raises ConfigError if the model's shape is unknown, or gpu_gib is not above 0.
     """
     machine = find_machine(gpu_gib)
     choice = EngineChoice(engine, "the loaded model's") if engine else plan_engine(run, machine, config)

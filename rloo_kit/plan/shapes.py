@@ -224,13 +224,9 @@ def _hub_cache() -> Path:
 def find_in_cache(name: str) -> Path | None:
     """`config.json` of a hub id in the cache: of the branch main, or else the newest."""
     folder = _hub_cache() / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = ""
-    files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
-    files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
-    return files[-1] if files else None
+    main = folder / "refs" / "main"
+    commit = main.read_text(encoding="utf-8").strip() if main.is_file() else "*"
+    return max(folder.glob(f"snapshots/{commit}/config.json"), key=os.path.getmtime, default=None)
 
 
 def digest_weights(model: str) -> str:

@@ -207,4 +207,4 @@ def _written(gib: float) -> str:
     """Two decimals, three for small figures; empty for 0."""
     if gib == 0:
         return ""
-    return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}" if gib >= 0.0005 else "<0.001"
+    return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.3f}"

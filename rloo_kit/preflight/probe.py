@@ -300,9 +300,6 @@ def _longer(run: RunConfig, tokens: int) -> str:
     return f"rloo.max_completion_length={value}{more}"
 
 
-# ------------------------------------------------------------------------------------------------ tools
-
-
 def _one_line(text: str) -> str:
     return shorten(" ".join(text.split()), SHOWN)
 

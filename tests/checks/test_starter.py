@@ -130,22 +130,6 @@ def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) 
     assert code == 0 and re.search(r"RTX 3060 Ti \(computed.*a step takes \d+ min, 200 steps [\d.]+ h", printed), said
 
 
-@pytest.mark.parametrize("model", ["embedded/thinking@subtraction", "embedded/instruct", "smollm2/thinking"])
-def test_any_model_is_taken_that_knows_the_characters(model: str) -> None:
-    """Every embedded family but addition was refused with "knows only additions"."""
-    prompt = "9-{}=" if "subtraction" in model else "5+{}="
-    write_csv("own.csv", ["prompt", "answer"], [[prompt.format(n), 1234 + n] for n in range(40)])
-    code, _, said = call("--data", "own.csv", "--yes", "--model", model)
-    assert code == 0, said
-    run = load_config("own.yaml")
-    thinks = "thinking" in model
-    assert run.model.name == model and run.rewards[0].params == {}
-    with open("own_rewards.py", encoding="utf-8") as file:
-        assert ("think_end_id, **columns" in file.read()) is thinks
-    assert plan_vram(run).fits and run.rloo.max_completion_length == 64
-    assert run_test("test_own_rewards.py") == 4 + thinks
-
-
 @pytest.mark.parametrize("gpu", [[], ["--gpu-gib", "8"]], ids=["in a sentence", "in a box"])
 def test_the_generated_reward_and_the_judge_agree(
     gpu: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path

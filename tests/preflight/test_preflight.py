@@ -173,25 +173,6 @@ def test_a_form_that_alone_is_paid_for_is_named(rate, weight, is_named):
 
 
 @pytest.mark.slow
-def test_a_form_bonus_at_a_pass_rate_of_0_is_a_warning(prepare):
-    """32 wrong answers may be chance: a wider probe decides, as without a signal. Each reward is looked at: the sum
-    varies through another one."""
-    run, policy, data, rewards = prepare(DEMO)
-    data.train = data.train.map(lambda row: {"answer": f"{row['answer']}7"})
-
-    def bonus(completions: list[str], **_columns: Any) -> list[float]:
-        return [len(text) % 3 / 10 for text in completions]
-
-    found = kit.check_preflight(run, policy, data, [*rewards, bonus, paying(0.5)])
-    measured = found.measures.rewards
-    assert list(measured) == ["answer_reward", "bonus", "pay"] and "pay" in str(found)
-    assert measured["pay"] == RewardFound(0.5, 0, 0) and measured["bonus"].differs > 0
-    (fault,) = [one for one in found.faults if one.name == "rewards"]
-    assert found.go and found.measures.prompts == 16 and found.measures.pass_rate == 0
-    assert "no answer is right, and bonus alone gives" in fault.text and "rloo-kit sft" in fault.text, fault
-
-
-@pytest.mark.slow
 def test_a_run_that_begins_low_is_not_refused_by_chance(prepare, capsys):
     """32 wrong answers of 32 refused arithmetic_instruct with two seeds of four, which begins at 8 % and learns."""
     run, policy, data, rewards = prepare(DEMO)
