@@ -25,9 +25,9 @@ import time
 
 os.environ.setdefault("RLOO_KIT_BACKEND", "transformers")  # even if Unsloth is installed
 
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import make_rows
-from rloo_kit.models.embedded import build
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import make_rows
+from rloo_kit.demo.embedded import build
 
 # isort: split
 import torch

@@ -200,7 +200,7 @@ def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from rloo_kit.models.cold_start import build_tokenizer
+    from rloo_kit.demo.cold_start import build_tokenizer
 
     usual = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
     usual |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -12,7 +12,7 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, family_of, template_options
 from rloo_kit.data.load import Data, prepare_data
-from rloo_kit.data.worked import load_worked
+from rloo_kit.tasks.worked import load_worked
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
@@ -167,7 +167,7 @@ def load_tokenizer(run: RunConfig) -> Any | None:
     setup_environment(run.model.backend)
     transformers = load_stack().transformers
     if run.model.is_embedded:
-        from rloo_kit.models.cold_start import build_tokenizer
+        from rloo_kit.demo.cold_start import build_tokenizer
 
         return build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX))
     from rloo_kit.models.source import find_source

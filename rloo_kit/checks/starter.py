@@ -22,7 +22,7 @@ from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
 from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_data_file
-from rloo_kit.data.tasks import find_family
+from rloo_kit.tasks.families import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram
 from rloo_kit.plan.shapes import BNB_ENDING

@@ -14,10 +14,10 @@ from rloo_kit.collective import main_first
 from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
-from rloo_kit.data import tasks
+from rloo_kit.tasks import families
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import family_of, prompt_identity, render_prompt
-from rloo_kit.data.gym import BLOCK, FIRST_SEED, GYM_TEST_PROMPTS, is_gym, read_gym
+from rloo_kit.tasks.gym import BLOCK, FIRST_SEED, GYM_TEST_PROMPTS, is_gym, read_gym
 from rloo_kit.data.sources import (
     GYM_PROMPTS,
     Columns,
@@ -31,7 +31,7 @@ from rloo_kit.data.sources import (
     read_hub,
     to_dataset,
 )
-from rloo_kit.data.tasks import Family, find_family, make_rows
+from rloo_kit.tasks.families import Family, find_family, make_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say

@@ -20,10 +20,10 @@ from rloo_kit.loop.options import name_settings
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.models.vllm import VllmSettings
+from rloo_kit.vllm.in_process import VllmSettings
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Engine
-from rloo_kit.rollout.episodes import make_tool_use
+from rloo_kit.tools.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.rollout.types import FOREIGN, Filters
 from rloo_kit.sizes import TOKENS_PER_PASS
@@ -40,7 +40,7 @@ BYPASSED = (
 Settings = TypeVar("Settings")
 
 if TYPE_CHECKING:
-    from rloo_kit.rollout.vllm_engines import ServerSettings
+    from rloo_kit.vllm.engines import ServerSettings
 
 
 def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | None = None) -> RLOOStep:
@@ -209,7 +209,7 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
 
 def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
     """Where the engine "server" samples, and how the policy's adapter gets there."""
-    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
+    from rloo_kit.vllm.engines import ServerSettings  # loads an HTTP client
 
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if problem := find_handover_problem(model):

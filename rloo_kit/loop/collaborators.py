@@ -22,7 +22,7 @@ from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.completions import complete
 from rloo_kit.rollout.engine import Engine, Progress
-from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.tools.episodes import Episodes, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.tools.toolbox import Toolbox
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from rloo_kit.models.vllm import InProcessVllm, vllm_of
+from rloo_kit.vllm.in_process import InProcessVllm, vllm_of
 from rloo_kit.system.processes import is_main_process
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}

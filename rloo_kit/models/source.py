@@ -47,12 +47,12 @@ def find_source(run: RunConfig) -> ModelSource:
     folder is missing or not a checkpoint, or the adapter belongs to another model."""
     model = run.model
     if model.is_embedded:
-        from rloo_kit.models.embedded import build
+        from rloo_kit.demo.embedded import build
 
         name = model.name.removeprefix("embedded/")
         source = ModelSource(str(build(name)), model.adapter)
     elif model.name in SMOLLM2:
-        from rloo_kit.models.embedded import build_smollm2
+        from rloo_kit.demo.embedded import build_smollm2
 
         source = ModelSource(str(build_smollm2(model.name)), model.adapter)
     else:
@@ -100,7 +100,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
             f"{folder / ADAPTER_CONFIG} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
-        from rloo_kit.models.embedded import rebuild
+        from rloo_kit.demo.embedded import rebuild
 
         rebuilt = rebuild(Path(base).name)
         if rebuilt is not None:

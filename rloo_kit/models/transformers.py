@@ -15,7 +15,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter, find_outside
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
-from rloo_kit.models.vllm import VllmSettings, start_vllm
+from rloo_kit.vllm.in_process import VllmSettings, start_vllm
 from rloo_kit.plan.vram_plan import VllmPlan
 
 NON_REENTRANT = {"use_reentrant": False}

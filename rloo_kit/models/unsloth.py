@@ -21,7 +21,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
-from rloo_kit.models.vllm import (
+from rloo_kit.vllm.in_process import (
     InProcessVllm,
     adopt_vllm,
     find_vllm_problem,

@@ -17,7 +17,7 @@ from rloo_kit.checks.preflight_result import Measures, Preflight
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.loop.training import check_sampling
+from rloo_kit.training.rloo import check_sampling
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import count_evaluated, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe

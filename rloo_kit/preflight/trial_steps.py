@@ -18,7 +18,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
-from rloo_kit.loop.memory_watch import MemoryPeak
+from rloo_kit.training.memory_watch import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, precision_flags, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference

@@ -11,12 +11,12 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import family_of
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.code import CodeReward
+from rloo_kit.graders.code import CodeReward
 from rloo_kit.rewarding.guard import NamedAsyncReward, NamedReward, is_async, log_names, refuse_judges_name
-from rloo_kit.rewarding.judge import Judge, JudgeReward
-from rloo_kit.rewarding.scoring_model import RewardModel
+from rloo_kit.graders.judge import Judge, JudgeReward
+from rloo_kit.graders.scoring_model import RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
-from rloo_kit.rewarding.verifier import MathAnswerReward, ReasoningGymScore
+from rloo_kit.graders.verifier import MathAnswerReward, ReasoningGymScore
 from rloo_kit.rewarding.worker import WorkerReward
 from rloo_kit.system.input_files import find_input, find_target
 from rloo_kit.system.processes import say

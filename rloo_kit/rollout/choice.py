@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
 from rloo_kit.models.backends import find_other_layers, find_vllm, load_backend
-from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm
+from rloo_kit.vllm.in_process import VllmSettings, find_vllm_problem, start_vllm
 from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine, walks_layers
 from rloo_kit.rollout.types import WHOLE, Filters
 
 if TYPE_CHECKING:
-    from rloo_kit.rollout.vllm_engines import ServerSettings
+    from rloo_kit.vllm.engines import ServerSettings
 
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
@@ -106,7 +106,7 @@ def build_engine(
         return NativeEngine(model, mode, reason, sampling)
     if name == "generate":
         return GenerateEngine(model, mode, reason, sampling, pad_id)
-    from rloo_kit.rollout.vllm_engines import ServerEngine, VllmEngine  # loads an HTTP client
+    from rloo_kit.vllm.engines import ServerEngine, VllmEngine  # loads an HTTP client
 
     if name == "vllm":
         if (started := find_vllm(model)) is None:

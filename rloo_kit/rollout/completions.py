@@ -16,7 +16,7 @@ from rloo_kit.models.adapters import ADAPTER_ALONE, find_handover_problem, follo
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Engine, Progress
-from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.tools.episodes import Episodes, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
@@ -184,7 +184,7 @@ def _open_engine(
 @contextmanager
 def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     """Where the engine "server" samples, with a folder for this call's adapter."""
-    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
+    from rloo_kit.vllm.engines import ServerSettings  # loads an HTTP client
 
     if problem := find_handover_problem(policy.model):
         raise ConfigError(problem)

@@ -9,8 +9,8 @@ import pytest
 
 from rewards import answer_reward
 from rloo_kit.config.model_names import FAMILIES
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
 from rloo_kit.errors import DataError
 
 ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]

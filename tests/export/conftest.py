@@ -56,7 +56,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory, qwen3_folder: Path) ->
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from rloo_kit.models.cold_start import TEMPLATES
+    from rloo_kit.demo.cold_start import TEMPLATES
 
     folder = tmp_path_factory.mktemp("wide")
     tokenizer = AutoTokenizer.from_pretrained(qwen3_folder)

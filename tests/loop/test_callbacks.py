@@ -13,7 +13,7 @@ import torch
 from rloo_kit import load_config
 from rloo_kit.loop import callbacks
 from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
-from rloo_kit.loop.memory_watch import MemoryPeak, MemoryWatch
+from rloo_kit.training.memory_watch import MemoryPeak, MemoryWatch
 from rloo_kit.loop.metrics import kl_share, kl_spread_ratio
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import rollout_gib

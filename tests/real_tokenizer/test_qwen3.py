@@ -14,7 +14,7 @@ from rloo_kit.config.checks import CLOSE_TOKENS
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, resolve_family
 from rloo_kit.data.load import prepare_data
-from rloo_kit.data.worked import load_worked
+from rloo_kit.tasks.worked import load_worked
 from rloo_kit.errors import DataError, TokenizerError
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import answer_reward, thinking_reward

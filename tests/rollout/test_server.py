@@ -18,7 +18,7 @@ from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Sampling
 from rloo_kit.rollout.types import WHOLE, Filters, Limits
-from rloo_kit.rollout.vllm_engines import ServerEngine, ServerSettings
+from rloo_kit.vllm.engines import ServerEngine, ServerSettings
 from tests.loop.test_parallel import TORCHRUN
 from tests.rollout.models import (
     BUDGET,

@@ -10,7 +10,7 @@ import pytest
 from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
 from rloo_kit.rollout.engine import Sampling
-from rloo_kit.rollout.vllm_client import VllmClient
+from rloo_kit.vllm.client import VllmClient
 from tests.scripted_server import Scripted
 
 KEY = "the-key-of-the-server"

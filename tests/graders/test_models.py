@@ -14,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.plan.shapes import digest_weights
 from rloo_kit.rewarding.guard import NamedReward, guard
-from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
-from rloo_kit.rewarding.verifier import MathAnswerReward, ReasoningGymScore
+from rloo_kit.graders.scoring_model import RewardModel, find_model_fault
+from rloo_kit.graders.verifier import MathAnswerReward, ReasoningGymScore
 from rloo_kit.rewarding.worker import read_sources
 
 END = 151668
@@ -366,7 +366,7 @@ def test_files_are_read_without_a_heavy_library(tmp_path: Path, run_fresh: Any) 
     """It is one of the checks before the stack loads: importing torch takes longer than all of them."""
     folder = write_checkpoint(tmp_path / "rm", id2label=None)
     code = (
-        f"from rloo_kit.rewarding.scoring_model import find_model_fault\nprint(find_model_fault({str(folder)!r}))\n"
+        f"from rloo_kit.graders.scoring_model import find_model_fault\nprint(find_model_fault({str(folder)!r}))\n"
         "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
     )
     done = run_fresh(code)

@@ -21,7 +21,7 @@ from rloo_kit.config.run import RunConfig, changed_keys, load_config
 from rloo_kit.config.supervised import RewardModelSection, SftSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
-from rloo_kit.data.worked import Demonstrations, load_worked
+from rloo_kit.tasks.worked import Demonstrations, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate

@@ -11,8 +11,8 @@ import pytest
 
 from rloo_kit import build_rewards, load_config
 from rloo_kit.errors import ConfigError, RewardError, WholeBatchError
-from rloo_kit.rewarding import code as code_module
-from rloo_kit.rewarding.code import CodeReward, Jail, find_jail
+from rloo_kit.graders import code as code_module
+from rloo_kit.graders.code import CodeReward, Jail, find_jail
 from rloo_kit.rewarding.guard import guard
 
 END = 151668

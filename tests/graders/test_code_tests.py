@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.rewarding.code_tests import (
+from rloo_kit.graders.code_tests import (
     TestsError,
     UncrossedError,
     compile_tests,

@@ -13,7 +13,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rloo_kit.errors import RolloutServerError
-from rloo_kit.models.vllm import room_for_rank
+from rloo_kit.vllm.in_process import room_for_rank
 from rloo_kit.rollout.engine import Sampling
 from rloo_kit.rollout.types import WHOLE
 from rloo_kit.system.console import picture_controls

@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 
-from rloo_kit.rewarding.crossing import Copies, Gone, Link, Uncrossed, is_standard, resolve
+from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:

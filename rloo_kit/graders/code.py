@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rloo_kit.errors import RewardError, WholeBatchError, excerpt, shorten
-from rloo_kit.rewarding import code_tests
-from rloo_kit.rewarding.verifier import AnswerReader
+from rloo_kit.graders import code_tests
+from rloo_kit.graders.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.processes import say
 
@@ -32,7 +32,7 @@ PLACE = "/packages"  # where the jail has INSTALLED, and what runs in it
 BOOT = f"""# the jail of `code_reward`
 import sys
 sys.path.append("{PLACE}")
-from rloo_kit.rewarding import jailed
+from rloo_kit.graders import jailed
 jailed.main()"""
 HERE = Path(__file__).parent
 BUBBLEWRAP = "--unshare-all --die-with-parent --new-session --hostname jail --cap-drop ALL"
@@ -93,7 +93,7 @@ def bubblewrap() -> Jail:
     program = shutil.which("bwrap")
     if program is None:
         raise RewardError("there is no bwrap on PATH")
-    importlib.import_module("rloo_kit.rewarding.jailed")  # which compiles it, once for all jails
+    importlib.import_module("rloo_kit.graders.jailed")  # which compiles it, once for all jails
     libraries = [f"{top}/{name}" for top in ("", "/usr") for name in ("lib", "lib32", "lib64", "libx32")]
     options = BUBBLEWRAP.split()
     for path in dict.fromkeys((*libraries, os.path.realpath(f"{sys.base_prefix}/lib"), PYTHON, "/etc/ld.so.cache")):
@@ -214,7 +214,7 @@ def _run_asserts(jail: Jail, limits: dict[str, Any], row: dict[str, Any]) -> flo
 
 def _run_programs(jail: Jail, limits: dict[str, Any], code: str, tests: Sequence[Any]) -> float:
     """The share of inputs for which the program prints what it has to."""
-    from rloo_kit.rewarding.jailed import digest_output  # which loads on Linux only
+    from rloo_kit.graders.jailed import digest_output  # which loads on Linux only
 
     texts = [code.encode("utf-8", "replace"), *(b"+" + stdin.encode("utf-8", "replace") for stdin, _ in tests)]
     blocks = b"".join(f"{len(text)}\n".encode() + text for text in texts)

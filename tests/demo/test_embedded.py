@@ -15,12 +15,12 @@ import torch
 from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import draw_problem, find_family
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import draw_problem, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models import cold_start
-from rloo_kit.models.cold_start import PLANS, ROWS, find_plan, joint_logits
-from rloo_kit.models.embedded import (
+from rloo_kit.demo import cold_start
+from rloo_kit.demo.cold_start import PLANS, ROWS, find_plan, joint_logits
+from rloo_kit.demo.embedded import (
     CARRIER,
     RECIPES,
     RECORD,
@@ -129,7 +129,7 @@ def test_build_gives_a_checkpoint_and_the_cache_gives_it_again(built, monkeypatc
 
     monkeypatch.setenv("RLOO_KIT_CACHE", str(built.parent))
     monkeypatch.setattr("sys.executable", "/bin/false")  # a second cold start would fail
-    monkeypatch.setattr("rloo_kit.models.embedded.version", lambda library: "0.0")
+    monkeypatch.setattr("rloo_kit.demo.embedded.version", lambda library: "0.0")
     said: list[str] = []
     assert build(steps=2, report=said.append) == built and not said
     assert built.name == f"thinking-compact-0-r{RECIPES['thinking']}-2steps"

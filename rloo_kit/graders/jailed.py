@@ -16,8 +16,8 @@ import time
 import types
 from contextlib import suppress
 
-from rloo_kit.rewarding.crossing import LONGEST, CodeEnd
-from rloo_kit.rewarding.mirrors import TestsEnd, cpu_s, is_idle, is_late, judge, judge_code
+from rloo_kit.graders.crossing import LONGEST, CodeEnd
+from rloo_kit.graders.mirrors import TestsEnd, cpu_s, is_idle, is_late, judge, judge_code
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:

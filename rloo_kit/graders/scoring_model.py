@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import WholeBatchError, describe_error, excerpt
 from rloo_kit.plan.shapes import digest_weights, find_in_cache
-from rloo_kit.rewarding.verifier import AnswerReader
+from rloo_kit.graders.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.text import THINK_END_ID, Decode, as_text
 from rloo_kit.runs.files import read_object

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from rloo_kit.data.answers import GYM_REWARD
-from rloo_kit.data.gym import GYM_COLUMN, INSTALL, load_library, score
+from rloo_kit.tasks.gym import GYM_COLUMN, INSTALL, load_library, score
 from rloo_kit.errors import RewardError, RlooKitError, WholeBatchError
 from rloo_kit.rewards._binding import check_positive
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding import code as code_module
-from rloo_kit.rewarding.code import CodeReward, Jail, bubblewrap, find_jail
+from rloo_kit.graders import code as code_module
+from rloo_kit.graders.code import CodeReward, Jail, bubblewrap, find_jail
 
 SECRET = "swordfish-70417"
 ANSWER = 6174309582
@@ -215,11 +215,11 @@ def reading_outside(jail: Jail, place: Path) -> None:
 def import_reward(jail: Jail, place: Path) -> None:
     """importing the reward and patching it; patching what runs in the jail"""
     for code in (
-        "import rloo_kit.rewarding.code as c\nc.CodeReward.__call__ = lambda *a, **k: [1.0]\ndef f(): return 0",
+        "import rloo_kit.graders.code as c\nc.CodeReward.__call__ = lambda *a, **k: [1.0]\ndef f(): return 0",
         f"import sys\nsys.path.append({str(Path(code_module.__file__).parents[2])!r})\n"
-        f"import rloo_kit.rewarding.code as c\n"
+        f"import rloo_kit.graders.code as c\n"
         "c.CodeReward._score = lambda *a: 1.0\ndef f(): return 0",
-        "import sys\nm = sys.modules['rloo_kit.rewarding.mirrors']\nm.judge = lambda *a: 1.0\n"
+        "import sys\nm = sys.modules['rloo_kit.graders.mirrors']\nm.judge = lambda *a: 1.0\n"
         "m.TestsEnd.ask = lambda *a: True\nm.encode = lambda *a: True\ndef f(): return 0",
     ):
         assert score(jail, code) == 0.0

@@ -11,16 +11,16 @@ import torch
 from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data import gym
+from rloo_kit.tasks import gym
 from rloo_kit.data.answers import GymRow, gold_answers
-from rloo_kit.data.gym import GYM_COLUMN, read_gym
+from rloo_kit.tasks.gym import GYM_COLUMN, read_gym
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
 from rloo_kit.loop.metrics import find_answer_column
-from rloo_kit.rewarding import verifier
+from rloo_kit.graders import verifier
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.verifier import FINDERS, ReasoningGymScore
+from rloo_kit.graders.verifier import FINDERS, ReasoningGymScore
 from rloo_kit.system.versions import is_importable
 from tests.data.conftest import InPlace
 
@@ -204,6 +204,6 @@ def test_the_cheap_checks_try_it(tiny_tokenizer: Any, monkeypatch: pytest.Monkey
     for find in FINDERS:  # no completion had the tag: a run that looks for it was warned that it teaches nothing
         tried = make_run({"name": "reasoning_gym_score", "params": {"find": find, "threshold": 1.0}})
         assert list(find_reward_faults(tried, tiny_tokenizer, True, drawn)) == []
-    monkeypatch.setattr("rloo_kit.data.gym.is_importable", lambda name: False)
+    monkeypatch.setattr("rloo_kit.tasks.gym.is_importable", lambda name: False)
     (fault,) = find_reward_faults(run, tiny_tokenizer, True, drawn)
     assert fault.key == "rewards.0.name" and "make reasoning-gym" in fault.text

@@ -29,12 +29,12 @@ from rloo_kit.data.sources import Columns, Part
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
 from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
 from rloo_kit.loop.progress_bar import use_text_progress
-from rloo_kit.loop.sft import plain_arguments
+from rloo_kit.training.sft import plain_arguments
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
 from rloo_kit.models.source import ModelSource, bind_padding, find_source
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference
-from rloo_kit.rewarding.scoring_model import TEXT_ENDS, RewardModel, TextForm
+from rloo_kit.graders.scoring_model import TEXT_ENDS, RewardModel, TextForm
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.folder import RunDir, check_folder, open_folder

@@ -12,10 +12,10 @@ from typing import Any
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, template_options
-from rloo_kit.data.gym import is_gym
+from rloo_kit.tasks.gym import is_gym
 from rloo_kit.data.load import EMBEDDED_PROMPTS, SEED, find_embedded_family, read_part, render_row
 from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
-from rloo_kit.data.tasks import worked_rows
+from rloo_kit.tasks.families import worked_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 from rloo_kit.tools.toolbox import tool_schemas

@@ -28,7 +28,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError, meta
 from rloo_kit.data.sources import QUESTION, USER_MESSAGE
 from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printable
 from rloo_kit.rewarding.guard import run_async
-from rloo_kit.rewarding.replies import (
+from rloo_kit.graders.replies import (
     contains,
     count_billed,
     find_key,
@@ -38,7 +38,7 @@ from rloo_kit.rewarding.replies import (
     read_reply,
     read_score,
 )
-from rloo_kit.rewarding.verifier import AnswerReader
+from rloo_kit.graders.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.console import chat_messages
 from rloo_kit.system.environment import is_exposed, is_loopback, is_sendable

@@ -26,10 +26,10 @@ from rloo_kit.config.model_names import (
     smollm2_folder,
     split_model_name,
 )
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import Habit, find_family
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import Habit, find_family
 from rloo_kit.errors import ConfigError, SetupError
-from rloo_kit.models.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_name, find_plan, train_embedded
+from rloo_kit.demo.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_name, find_plan, train_embedded
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import say
@@ -244,7 +244,7 @@ def _run_cold_start(name: str, recipe: dict[str, Any], folder: Path, report: Cal
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    program = "from rloo_kit.models.embedded import run_as_program; run_as_program()"
+    program = "from rloo_kit.demo.embedded import run_as_program; run_as_program()"
     command = [sys.executable, "-P", "-c", program]  # -P: import nothing from the working directory
     with tempfile.TemporaryFile("w+") as errors:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}

@@ -19,8 +19,8 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.config.model_names import find_embedded_problem, split_model_name
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import NO_HABIT, Family, Habit, demonstration, draw_problem
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import NO_HABIT, Family, Habit, demonstration, draw_problem
 from rloo_kit.errors import ConfigError
 from rloo_kit.think_tags import THINK_END, THINK_START
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.rewarding.replies import (
+from rloo_kit.graders.replies import (
     contains,
     count_billed,
     find_key,
@@ -17,7 +17,7 @@ from rloo_kit.rewarding.replies import (
     read_ranking,
     read_reply,
 )
-from rloo_kit.rewarding.replies import read_score as score_on
+from rloo_kit.graders.replies import read_score as score_on
 
 REPLIES_FILE = Path(__file__).with_name("judge_replies.jsonl")
 REPLIES = [json.loads(line) for line in REPLIES_FILE.read_text(encoding="utf-8").splitlines()]

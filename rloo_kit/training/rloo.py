@@ -27,8 +27,8 @@ from rloo_kit.loop.callbacks import (
     TimedSaves,
     say_findings,
 )
-from rloo_kit.loop.held_out import Evaluations, choose_measure
-from rloo_kit.loop.memory_watch import watch_memory
+from rloo_kit.training.held_out import Evaluations, choose_measure
+from rloo_kit.training.memory_watch import watch_memory
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, training_arguments
 from rloo_kit.loop.saving import load_weights, publish_adapter
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -39,7 +39,7 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.rewarding.scoring_model import RewardModel
+from rloo_kit.graders.scoring_model import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.runs.files import read_object

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rloo_kit.errors import RewardError
-from rloo_kit.rewarding.code import CodeReward, find_jail
-from tests.rewarding.code_corpus import Task, read_tasks
+from rloo_kit.graders.code import CodeReward, find_jail
+from tests.graders.code_corpus import Task, read_tasks
 
 pytestmark = pytest.mark.slow
 
