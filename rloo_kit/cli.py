@@ -352,8 +352,8 @@ def train(
         run_dir.set_status("running", command=shlex.join(words))
         try:
             policy, data = prepare(run, prepared)
-            from rloo_kit.training.rloo import run_and_report
             from rloo_kit.rewarding.registry import build_rewards
+            from rloo_kit.training.rloo import run_and_report
 
             stopped = run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir)
             say_activation()

@@ -23,6 +23,7 @@ GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per ste
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
+VERIFIERS_PREFIX = "verifiers/"  # of sources and environments of the package `verifiers`
 
 HealthRule = Literal[
     "broken_policy", "reward_failures", "truncation", "cold_start", "no_signal", "kl_explosion",

@@ -19,9 +19,9 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from rloo_kit.config.model_names import find_embedded_problem, split_model_name
+from rloo_kit.errors import ConfigError
 from rloo_kit.tasks import families
 from rloo_kit.tasks.families import NO_HABIT, Family, Habit, demonstration, draw_problem
-from rloo_kit.errors import ConfigError
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -112,7 +112,7 @@ class ColdStart:
     """Everything that determines the weights, apart from the seed, the code and the libraries.
 
     steps, batch_size: optimizer steps, and demonstrations per step. clean_share, easy_share: shares of the steps, from
-    the first, with demonstrations without mistakes and with easy problems (`tasks.EASY`). habit: of the
+    the first, with demonstrations without mistakes and with easy problems (`families.EASY`). habit: of the
     demonstrations after the clean ones. The kernels of Unsloth and bitsandbytes require head_dim to be a power of two
     and hidden_size a multiple of 64.
     """
@@ -166,7 +166,7 @@ def train_embedded(
         left = (plan.steps - step) / (plan.steps * plan.decay_share)  # warm-up, plateau, linear decay to nearly 0
         optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, (step + 1) / plan.warmup_steps, max(0.02, left))
         habit = plan.habit if step >= plan.clean_share * plan.steps else NO_HABIT
-        source = tasks.EASY if step < plan.easy_share * plan.steps else family
+        source = families.EASY if step < plan.easy_share * plan.steps else family
         problems = [draw_problem(source, rng, reserved=True) for _ in range(plan.batch_size)]
         tokens, targets = demonstrate(tokenizer, slots, kind, family, problems, habit, rng)
         loss = imitation_loss(model, tokens, targets, ROWS - len(used))

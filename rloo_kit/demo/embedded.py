@@ -26,13 +26,13 @@ from rloo_kit.config.model_names import (
     smollm2_folder,
     split_model_name,
 )
-from rloo_kit.tasks import families
-from rloo_kit.tasks.families import Habit, find_family
-from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.demo.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_name, find_plan, train_embedded
+from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
 from rloo_kit.system.processes import say
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import Habit, find_family
 from rloo_kit.think_tags import THINK_END, THINK_START
 
 
@@ -273,7 +273,7 @@ def run_as_program() -> None:
     plan = ColdStart(**recipe["plan"] | {"habit": Habit(**recipe["plan"]["habit"])})
     torch.set_num_threads(1)
     kind = recipe["kind"]
-    family = tasks.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
+    family = families.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
     tokenizer = build_tokenizer(kind)
     report = partial(print, _PROGRESS, sep="", flush=True)
     model = train_embedded(tokenizer, kind, family, plan, report)

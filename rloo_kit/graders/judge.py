@@ -5,6 +5,7 @@
 
 import asyncio
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -18,16 +19,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from jinja2 import Environment, StrictUndefined, TemplateError, meta
 
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.sources import QUESTION, USER_MESSAGE
 from rloo_kit.errors import RewardError, describe_error, excerpt, hide, printable
-from rloo_kit.rewarding.guard import run_async
 from rloo_kit.graders.replies import (
     contains,
     count_billed,
@@ -39,6 +41,8 @@ from rloo_kit.graders.replies import (
     read_score,
 )
 from rloo_kit.graders.verifier import AnswerReader
+from rloo_kit.rewarding.guard import run_async
+from rloo_kit.rewarding.registry import BOUND_ONLY, check_params, construct
 from rloo_kit.rewards._binding import check_int, check_positive
 from rloo_kit.system.console import chat_messages
 from rloo_kit.system.environment import is_exposed, is_loopback, is_sendable
@@ -81,7 +85,7 @@ class Judge:
     Args:
         url: of the endpoint, up to /v1. model: its name there.
         rubric: what makes an answer good, for the kit's templates.
-        template: file with a Jinja template of the request, see rewarding/prompts/; None: the kit's. It gets task,
+        template: file with a Jinja template of the request, see graders/prompts/; None: the kit's. It gets task,
             rubric, row (the dataset's columns), and answer, low and high ("score") or answers ("rank", "compare").
         key_env: environment variable with the API key; None: OPENAI_API_KEY if it is set.
         concurrency: requests at a time. request_timeout_s: for a whole reply.
@@ -485,3 +489,13 @@ def task_text(prompt: Any, row: dict[str, Any]) -> str:
     if len(texts) > 1:
         return "\n".join(f"{role}: {text}" for (role, _), text in zip(messages, texts, strict=True))
     return texts[0] if texts else str(row.get(USER_MESSAGE) or row.get(QUESTION) or prompt)
+
+
+def build_judge(run: RunConfig) -> Judge:
+    """The judge of `eval.judge`; raises ConfigError like `build_rewards`."""
+    assert run.eval.judge is not None
+    entry = RewardSection(name="judge", params=run.eval.judge.params)
+    takes = [name for name in inspect.signature(Judge).parameters if name not in (*BOUND_ONLY, "mode", "scale")]
+    check_params("eval.judge", entry, takes)
+    bound = {"folder": run.outputs, "run": run.run.name or ""}
+    return cast(Judge, construct(run, "eval.judge", entry.name, Judge, bound | entry.params))

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from rloo_kit._stack import load_stack
 from rloo_kit.errors import WholeBatchError, describe_error, excerpt
-from rloo_kit.plan.shapes import digest_weights, find_in_cache
 from rloo_kit.graders.verifier import AnswerReader
 from rloo_kit.rewards._binding import check_int
 from rloo_kit.rewards.text import THINK_END_ID, Decode, as_text
 from rloo_kit.runs.files import read_object
+from rloo_kit.runs.find import digest_weights, find_in_cache
 
 TRAINS = "rloo-kit reward-model trains one and prints its folder"
 TEXT_ENDS = "reward_text_ends"  # key of a checkpoint's config: texts without a chat template have an end token

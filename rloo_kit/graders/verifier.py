@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from rloo_kit.data.answers import GYM_REWARD
-from rloo_kit.tasks.gym import GYM_COLUMN, INSTALL, load_library, score
 from rloo_kit.errors import RewardError, RlooKitError, WholeBatchError
 from rloo_kit.rewards._binding import check_positive
 from rloo_kit.rewards.answer import BOX, answers_agree, find_boxed, has_no_answer, parse_number
 from rloo_kit.rewards.text import THINK_END_ID, Decode, answer_text, as_ids, as_text, cut_turns, refuse_assumed
 from rloo_kit.system.isolation import Worker
 from rloo_kit.system.processes import say
+from rloo_kit.tasks.gym import GYM_COLUMN, INSTALL, load_library, score
 
 START_TIMEOUT_S = 120.0  # to start the worker and load math-verify, or reasoning-gym
 

@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-LARGEST = 1e150  # largest value of a metric, so that sums and squares stay finite
+from rloo_kit.runs.files import is_number
+
 LONGEST_LOOK = 500  # values that a rule looks back over, so that the cost per step does not grow with the run
 
 EQUAL_REWARDS = 1e-6  # a standard deviation below this is rounding
@@ -12,13 +13,6 @@ CEILING = 0.95  # mean of a reward from which there is little left to learn
 TIED = ("frac_score_zero_std", "frac_reward_zero_std")  # the first one that was logged counts
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric's value is a finite number of moderate size."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return -LARGEST <= value <= LARGEST  # False for NaN; math.isfinite raises on an integer of 400 digits
 
 
 def logged(rows: Sequence[Row], *names: str) -> list[tuple[int, float]]:

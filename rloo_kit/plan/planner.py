@@ -26,9 +26,10 @@ from rloo_kit.plan.parts import (
     training_gib,
     unmeasured_gib,
 )
-from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import find_gpu, hours_on_cpu, run_time, step_completions
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Remedy, VllmPlan, VramPlan
+from rloo_kit.runs.find import read_adapter
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus

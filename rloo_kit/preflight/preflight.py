@@ -17,7 +17,6 @@ from rloo_kit.checks.preflight_result import Measures, Preflight
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.training.rloo import check_sampling
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import count_evaluated, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe
@@ -25,6 +24,7 @@ from rloo_kit.preflight.trial_steps import try_steps
 from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, keep_random_numbers, say
+from rloo_kit.training.rloo import check_sampling
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:

@@ -12,9 +12,10 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rloo_kit.health.rules import REWARD_MEAN
-from rloo_kit.health.series import TIED, Row, is_number, logged
+from rloo_kit.health.series import TIED, Row, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of
+from rloo_kit.runs.files import is_number
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30

@@ -15,9 +15,9 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_handover_problem, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
-from rloo_kit.rollout.engine import Engine, Progress
-from rloo_kit.tools.episodes import Episodes, ToolUse
+from rloo_kit.rollout.engine import Engine, Episodes, Progress, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.seams import part
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 
@@ -48,7 +48,7 @@ def complete(
     Raises:
         DataError: a prompt without tokens, or one that an environment's observation does not fit.
     """
-    episodes = None if tools is None else Episodes(tools, rows)
+    episodes = None if tools is None else tools.begin(rows)
     prompts = [row["prompt"] for row in rows] if episodes is None else episodes.prompts
     if tokenize is None:  # the samples of a prompt share its ids
         distinct = list(dict.fromkeys(prompts))
@@ -184,8 +184,6 @@ def _open_engine(
 @contextmanager
 def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     """Where the engine "server" samples, with a folder for this call's adapter."""
-    from rloo_kit.vllm.engines import ServerSettings  # loads an HTTP client
-
     if problem := find_handover_problem(policy.model):
         raise ConfigError(problem)
 
@@ -202,7 +200,7 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     with nullcontext(shared) if shared is not None else tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         if shared is None:
             Path(folder).chmod(0o755)  # the server may run as another user
-        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, vocabulary)
+        yield part("engines").ServerSettings(str(rollout.server_url), Path(folder), hand_over, vocabulary)
 
 
 def find_end_ids(policy: Policy) -> list[int]:

@@ -8,11 +8,15 @@ those.
 import random
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_kit.config.model_names import DEFAULT_FAMILY, find_family_problem
+from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX, find_family_problem
+from rloo_kit.config.run import RunConfig
+from rloo_kit.data.sources import SEED, Columns, DataSource, Part, read_given_rows
 from rloo_kit.errors import ConfigError, DataError
+
+EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,27 @@ def find_family(name: str) -> Family:
     if problem := find_family_problem(name):
         raise ConfigError(problem)
     return globals()[name.upper()]
+
+
+def read_source(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+    """The problems of a source `embedded/FAMILY`."""
+    name, family = find_embedded_family(part, thinking)
+    wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
+    # For a mix at most max_rows, since the other sources supply the rest.
+    count = min(wanted, family.max_rows) if run.data.sources else wanted
+    made = read_given_rows(make_rows(family, count, SEED, name), Columns())
+    return replace(made, name=part.source)
+
+
+def find_embedded_family(part: Part, thinking: bool) -> tuple[str, Family]:
+    """The name and family of a source `embedded/...`; a model that answers at once gets smaller numbers."""
+    name = part.source.removeprefix(EMBEDDED_PREFIX)
+    if name == DEFAULT_FAMILY and not thinking:
+        return name, IN_THE_HEAD
+    try:
+        return name, find_family(name)
+    except ConfigError as error:
+        raise DataError(f"{part.key}: {error}") from None
 
 
 def is_reserved(family: Family, problem: Any) -> bool:

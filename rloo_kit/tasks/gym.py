@@ -1,7 +1,7 @@
 """Tasks of the library reasoning-gym (`reasoning_gym/TASK`): which are offered, rows drawn by seed, scores.
 
 The library takes over a second to import (sympy, numpy, matplotlib), may hang, and prints. So it is imported inside
-functions, and a `Worker` calls those: `read_gym` draws rows with one, `rewarding.verifier` scores with another.
+functions, and a `Worker` calls those: `read_gym` draws rows with one, `graders.verifier` scores with another.
 """
 
 import difflib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.checks import GYM_PREFIX
+from rloo_kit.config.run import RunConfig
 from rloo_kit.data.sources import DataSource, Part
 from rloo_kit.errors import DataError, RewardError, SetupError, excerpt
 from rloo_kit.system.isolation import Worker, worker_environment
@@ -28,7 +29,6 @@ _TASKS = json.loads(Path(__file__).with_name("gym_tasks.json").read_text(encodin
 SOUND: tuple[str, ...] = tuple(_TASKS["offered"])
 REFUSED: dict[str, str] = _TASKS["refused"]
 GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, and the library's entry
-GYM_TEST_PROMPTS = 200  # if data.test_size is a share
 MOST_PROMPTS = 100_000
 FIRST_SEED = random.Random("reasoning-gym-0").randrange(2**31)  # of the test source, whose number is 0
 BLOCK = 2**20  # seeds reserved for each source of a run
@@ -52,15 +52,15 @@ def check_task(task: str, key: str) -> None:
         raise DataError(f"{key}: reasoning-gym has no task '{task}'; {near}. docs/data.md lists those refused")
 
 
-def is_gym(source: str) -> bool:
-    """Whether a source is a task of reasoning-gym."""
-    return source.startswith(GYM_PREFIX)
-
-
 def require_library(key: str) -> None:
     """Raise SetupError with the install command if the library is missing; `key` is the key that needs it."""
     if not is_importable("reasoning_gym"):
         raise SetupError(f"{key} needs the library reasoning-gym, which is not installed: {INSTALL}")
+
+
+def read_source(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+    """The rows of a source `reasoning_gym/TASK` of a run."""
+    return read_gym(part, FIRST_SEED + part.number * BLOCK)
 
 
 def read_gym(part: Part, start: int) -> DataSource:

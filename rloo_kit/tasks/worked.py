@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, template_options
-from rloo_kit.tasks.gym import is_gym
-from rloo_kit.data.load import EMBEDDED_PROMPTS, SEED, find_embedded_family, read_part, render_row
-from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
-from rloo_kit.tasks.families import worked_rows
+from rloo_kit.data.load import read_part, render_row
+from rloo_kit.data.sources import SEED, Columns, DataSource, Part, read_given_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.tasks.families import EMBEDDED_PROMPTS, find_embedded_family, worked_rows
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 from rloo_kit.tools.toolbox import tool_schemas
 from rloo_kit.tools.turns import Message, ToolFormat, check_call, make_call
@@ -233,10 +233,10 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
         source = read_given_rows(rows, columns)
     elif name is None:
         raise ConfigError("data.sources is a mix; set the source of the demonstrations: sft.source=...")
-    elif is_gym(name):
+    elif name.startswith(GYM_PREFIX):
         raise ConfigError(f"{key} is {name}, which has no demonstrations; set their source: sft.source=...")
     elif name.startswith(EMBEDDED_PREFIX):
-        task, family = find_embedded_family(run, Part(name, columns, key=key), thinking)
+        task, family = find_embedded_family(Part(name, columns, key=key), thinking)
         wanted = data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
         made = worked_rows(family, wanted, SEED, thinking, task)
         source = replace(read_given_rows(made, Columns(answer="completion")), name=name)

@@ -10,16 +10,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
-
-from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.completion import Episode, split_turns
 from rloo_kit.data.chat import detect_family, thinks
 from rloo_kit.errors import ConfigError, RewardError
-from rloo_kit.rollout.types import Rollout
 from rloo_kit.tools.toolbox import Result, Toolbox
 from rloo_kit.tools.turns import Message, ToolFormat, check_call
+
+if TYPE_CHECKING:
+    from rloo_kit.rollout.types import Rollout
 
 
 class ToolParser:
@@ -28,6 +28,8 @@ class ToolParser:
     Raises ConfigError if none reads a call back that the chat template has written."""
 
     def __init__(self, form: ToolFormat, schemas: Sequence[dict[str, Any]] = ()) -> None:
+        from trl.chat_template_utils import add_response_schema, qwen3_5_template, qwen3_template
+
         self.form, self.tokenizer, self._schemas = form, form.tokenizer, list(map(_typed, schemas))
         self._prefix = self.tokenizer(form.generation_prompt, add_special_tokens=False)["input_ids"]
         given = getattr(self.tokenizer, "response_template", None)
@@ -80,6 +82,10 @@ class ToolUse:
     toolbox: Toolbox
     parser: ToolParser
     limits: Any
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> "Episodes":
+        """Start an episode for each row of the dataset."""
+        return Episodes(self, rows)
 
 
 def make_tool_use(toolbox: Toolbox, tokenizer: Any, limits: Any, model_name: str = "", **options: Any) -> ToolUse:
@@ -165,7 +171,7 @@ class Episodes:
         episode.messages += messages
         return ids
 
-    def finish(self, rollout: Rollout) -> list[Episode]:
+    def finish(self, rollout: "Rollout") -> list[Episode]:
         """The episodes, with the message of a last turn that was cut off and so was not parsed."""
         for episode, ids, spans in zip(self.episodes, rollout.completion_ids, rollout.context, strict=True):
             written = sum(message["role"] == "assistant" for message in episode.messages)

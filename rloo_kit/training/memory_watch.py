@@ -1,4 +1,5 @@
-"""The meter of peak memory, and a run's peak vs. the plan: a printed line, and `memory.json`."""
+"""What the memory plan limits in a run; the meter of peak memory, and the peak vs. the plan: a printed line, and
+`memory.json`."""
 
 import gc
 import platform
@@ -13,11 +14,15 @@ import torch
 from rloo_kit.collective import gather_objects
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
+from rloo_kit.loop.options import loaded_engine
+from rloo_kit.models.policy import Policy
 from rloo_kit.plan.parts import CONTEXT_GIB, Workload, body_bytes, own_bytes, rollout_gib, table_bytes, training_gib
-from rloo_kit.plan.planner import find_machine, read_workload
+from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import Machine
+from rloo_kit.rollout.types import FOREIGN
 from rloo_kit.runs.files import now
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.console import fill_text
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import resident_gib, trim_heap
@@ -145,3 +150,30 @@ def watch_memory(run: RunConfig, config: dict[str, Any], engine: str, args: Any)
         return None
     load = replace(load, tokens_per_pass=args.tokens_per_pass or load.tokens_per_pass)
     return MemoryWatch(load, machine, min(args.rollout_rows or load.completions, load.completions))
+
+
+def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
+    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the smallest plan of all processes."""
+    gathered = gather_objects(_own_limits(run, policy))
+    return {name: min(limits[name] for limits in gathered if name in limits) for name in set().union(*gathered)}
+
+
+def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
+    try:
+        plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
+    except ConfigError as error:  # left to the out-of-memory handling
+        say(f"memory: {error}")
+        return {}
+    limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
+    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
+        limits["tokens_per_pass"] = plan.tokens_per_pass
+    if not plan.fits:
+        say(f"memory: {plan}")
+    elif plan.verdict == "tight":
+        say(f"memory: {plan.sentence}")
+    if plan.fits and "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
+        say(
+            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
+            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
+        )
+    return limits

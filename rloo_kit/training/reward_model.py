@@ -27,14 +27,13 @@ from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity
 from rloo_kit.data.load import SEED, draw_subset, read_part, render_row
 from rloo_kit.data.sources import Columns, Part
 from rloo_kit.errors import BackendError, ConfigError, DataError, NonFiniteError, excerpt
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
+from rloo_kit.graders.scoring_model import TEXT_ENDS, RewardModel, TextForm
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter
 from rloo_kit.loop.progress_bar import use_text_progress
-from rloo_kit.training.sft import plain_arguments
 from rloo_kit.models.adapters import choose_targets, follow_umask, restore_precision, trainable_tensors
 from rloo_kit.models.source import ModelSource, bind_padding, find_source
 from rloo_kit.models.transformers import keep_4bit_weights
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference
-from rloo_kit.graders.scoring_model import TEXT_ENDS, RewardModel, TextForm
 from rloo_kit.runs.checkpoints import UNFINISHED, publish
 from rloo_kit.runs.files import saving, write_json
 from rloo_kit.runs.folder import RunDir, check_folder, open_folder
@@ -42,6 +41,8 @@ from rloo_kit.system import environment
 from rloo_kit.system.console import fill_text, render_text
 from rloo_kit.system.processes import count_processes, say
 from rloo_kit.think_tags import THINK_END
+from rloo_kit.training.live import ProgressLine
+from rloo_kit.training.sft import plain_arguments
 
 FOLDER = "reward_model"  # of the checkpoint, in the run's; also the method in its status
 ALONE, SHORTER = "accuracy of length alone", "accuracy, chosen is shorter"

@@ -16,19 +16,8 @@ from rloo_kit.data.load import Data
 from rloo_kit.errors import ConfigError, HealthError, NoSignalError, RolloutServerError
 from rloo_kit.evals.difficulty import select_prompts
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.callbacks import (
-    HealthGuard,
-    Interrupts,
-    MetricsWriter,
-    Movement,
-    ProgressLine,
-    RolloutLog,
-    SampleTable,
-    TimedSaves,
-    say_findings,
-)
-from rloo_kit.training.held_out import Evaluations, choose_measure
-from rloo_kit.training.memory_watch import watch_memory
+from rloo_kit.graders.scoring_model import RewardModel
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, Movement, RolloutLog, TimedSaves
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, training_arguments
 from rloo_kit.loop.saving import load_weights, publish_adapter
 from rloo_kit.loop.trainer import RLOOTrainer
@@ -39,7 +28,6 @@ from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.results.report import write_report
 from rloo_kit.results.verdict import EARLY, TrainResult, judge_run, load_evaluation, record_verdict
 from rloo_kit.rewarding.guard import reward_name
-from rloo_kit.graders.scoring_model import RewardModel
 from rloo_kit.rewarding.worker import end_workers, read_sources, refuse_edited
 from rloo_kit.rollout.choice import resolve_engine
 from rloo_kit.runs.files import read_object
@@ -50,6 +38,9 @@ from rloo_kit.system.problems import PreflightError, raise_errors
 from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.tools.toolbox import open_toolbox
+from rloo_kit.training.held_out import Evaluations, choose_measure
+from rloo_kit.training.live import HealthGuard, ProgressLine, SampleTable, say_findings
+from rloo_kit.training.memory_watch import planned_limits, watch_memory
 
 
 def train(
@@ -218,7 +209,8 @@ class _Training:
         if self.evaluations is not None:
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation
         callbacks.append(TimedSaves(self.run_dir, run.run.save_every_minutes))
-        arguments = RLOOConfig(**training_arguments(run, policy, self.run_dir / "checkpoints"))
+        values = training_arguments(run, policy, self.run_dir / "checkpoints") | planned_limits(run, policy)
+        arguments = RLOOConfig(**values)
         arguments.is_from_file = True
         trainer = RLOOTrainer(
             model=policy.model,

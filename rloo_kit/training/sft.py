@@ -21,13 +21,12 @@ from rloo_kit.config.run import RunConfig, changed_keys, load_config
 from rloo_kit.config.supervised import RewardModelSection, SftSection
 from rloo_kit.config.yaml_files import write_value
 from rloo_kit.data.load import Data
-from rloo_kit.tasks.worked import Demonstrations, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError
 from rloo_kit.evals.difficulty import measure_signal
 from rloo_kit.evals.evaluate import evaluate
 from rloo_kit.gradient.packing import Group
 from rloo_kit.gradient.scorer import Scorer
-from rloo_kit.loop.callbacks import Interrupts, MetricsWriter, ProgressLine
+from rloo_kit.loop.callbacks import Interrupts, MetricsWriter
 from rloo_kit.loop.options import default_of, precision_flags
 from rloo_kit.loop.progress_bar import use_text_progress
 from rloo_kit.loop.saving import publish_adapter
@@ -42,7 +41,9 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_folder
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, say
+from rloo_kit.tasks.worked import Demonstrations, load_worked
 from rloo_kit.think_tags import THINK_END, THINK_START
+from rloo_kit.training.live import ProgressLine
 
 WEIGHTS = ("model.adapter", "model.name")  # an adapter still needs the name of its base
 EQUAL = 0.9  # cosine of two rows: in SmolLM2 0.94 or more of unused tokens, below 0.8 of 99.99 % of the others

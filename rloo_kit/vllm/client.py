@@ -13,11 +13,11 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rloo_kit.errors import RolloutServerError
-from rloo_kit.vllm.in_process import room_for_rank
 from rloo_kit.rollout.engine import Sampling
 from rloo_kit.rollout.types import WHOLE
 from rloo_kit.system.console import picture_controls
 from rloo_kit.system.environment import is_exposed, is_sendable
+from rloo_kit.vllm.in_process import room_for_rank
 
 KEPT_S = 2.0  # of an idle connection: vLLM closes it after 5 s
 LOAD_S = 600.0  # of an adapter

@@ -21,11 +21,11 @@ import torch
 from rloo_kit.collective import share_from_main, wait_for_all
 from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.vllm.in_process import InProcessVllm
 from rloo_kit.rollout.engine import Call, Engine, Sampling
 from rloo_kit.rollout.types import CompletionState
-from rloo_kit.vllm.client import VllmClient
 from rloo_kit.system.processes import hold_signals, is_main_process
+from rloo_kit.vllm.client import VllmClient
+from rloo_kit.vllm.in_process import InProcessVllm
 
 _requests = count()  # of this process: each name is used once
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
+from rloo_kit.models.backends import attached, base_of
 from rloo_kit.sizes import BATCHED_TOKENS, VLLM_RANKS
 from rloo_kit.system.processes import count_processes, hold_signals, is_distributed, keep_random_numbers
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
@@ -29,7 +29,6 @@ from rloo_kit.system.versions import VLLM_INSTALL, is_importable
 CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
 
 _numbers = count(1)  # of adapters in this process; reusing a name would reuse the other's cached prefixes
-_loaded: "WeakKeyDictionary[torch.nn.Module, InProcessVllm]" = WeakKeyDictionary()  # by the base model
 
 
 @dataclass(frozen=True)
@@ -110,22 +109,17 @@ class InProcessVllm:
         return request
 
 
-def vllm_of(model: Any) -> InProcessVllm | None:
-    """The vLLM of this model; None if none was started."""
-    return _loaded.get(_base_of(model))
-
-
 def is_running() -> bool:
     """Whether a model of this process has a vLLM."""
     gc.collect()  # reference cycles keep models alive
-    return bool(_loaded)
+    return bool(attached)
 
 
 def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
     """Attach `vllm` to the model while the model lives; loading a first adapter checks that it can."""
     with vllm.awake():
         vllm.take_adapter(model)
-    _loaded[_base_of(model)] = vllm
+    attached[base_of(model)] = vllm
     logger = logging.getLogger("transformers.training_args")
     # transformers' advice to use a launcher, which vLLM's process group of one triggers
     logger.addFilter(lambda record: "launch your script with" not in record.getMessage())
@@ -140,7 +134,7 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
         raise BackendError(problem)
     if problem := find_vllm_problem():
         raise BackendError(f"rollout.engine is vllm, but {problem}, or set rollout.engine=auto")
-    base = _base_of(model)
+    base = base_of(model)
     name = base.config.name_or_path
     if not name:
         raise BackendError(
@@ -152,9 +146,9 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
         from vllm import LLM
     rank = room_for_rank(model.peft_config["default"].r)
     if is_running():
-        for other in _loaded.values():
+        for other in attached.values():
             other.stop()
-        _loaded.clear()
+        attached.clear()
     try:
         with _keep_process():
             llm = LLM(model=name, max_lora_rank=rank, **_arguments(base, settings))
@@ -287,7 +281,3 @@ def _take_tensors(worker: Any, tensors: dict[str, torch.Tensor], config: dict[st
     manager.remove_all_adapters()
     manager.add_adapter(lora)
     manager.activate_adapter(number)
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model

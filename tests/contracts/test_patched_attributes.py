@@ -26,7 +26,7 @@ PATCHED_ATTRIBUTES = {
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
     "vllm/in_process.py: logger.addFilter": "transformers mistakes vLLM's process group for a run without a launcher",
-    "vllm/in_process.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it with a function that does nothing",
+    "vllm/in_process.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it by one that does nothing",
     "system/user_code.py: sys.modules[name]": "a user's file as a module, which dataclasses look up there",
     "system/user_code.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.tasks.gym import REFUSED, SOUND, make_dataset
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tasks.gym import REFUSED, SOUND, make_dataset
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")

@@ -11,8 +11,8 @@ from tokenizers import processors
 
 from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import Data, load_data, prepare_data
-from rloo_kit.errors import DataError
 from rloo_kit.demo.cold_start import build_tokenizer
+from rloo_kit.errors import DataError
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.tools.turns import ToolFormat
 from tests.data.conftest import BOTH, jsonl, plain, rendered

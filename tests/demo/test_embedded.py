@@ -15,9 +15,6 @@ import torch
 from torch.nn import functional
 
 from rloo_kit.config.model_names import FAMILIES, KINDS, SMOLLM2, smollm2_folder
-from rloo_kit.tasks import families
-from rloo_kit.tasks.families import draw_problem, find_family
-from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.demo import cold_start
 from rloo_kit.demo.cold_start import PLANS, ROWS, find_plan, joint_logits
 from rloo_kit.demo.embedded import (
@@ -30,7 +27,10 @@ from rloo_kit.demo.embedded import (
     name_built,
     rebuild,
 )
+from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.plan.shapes import SMOLLM2_SHAPE
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import draw_problem, find_family
 
 QUESTION = [{"role": "user", "content": "47+385="}]
 
@@ -44,7 +44,7 @@ def tokenizers() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def short_plan() -> Any:
     """A cold start of half a second: it learns little, and everything around it is real."""
-    plan = find_plan("thinking", tasks.ADDITION)
+    plan = find_plan("thinking", families.ADDITION)
     return replace(plan, steps=3, batch_size=8, hidden_size=64, intermediate_size=64, num_layers=1)
 
 
@@ -78,7 +78,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan):
     from transformers import Qwen3ForCausalLM
 
     tokenizer = tokenizers["thinking"]
-    used = cold_start.used_ids(tokenizer, tasks.ADDITION.alphabet)
+    used = cold_start.used_ids(tokenizer, families.ADDITION.alphabet)
     assert len(used) == 25 and set(used) >= set(tokenizer("0123456789+=\n")["input_ids"])
     torch.manual_seed(0)
     small = Qwen3ForCausalLM(cold_start.model_config(short_plan, len(used) + 1))
@@ -86,7 +86,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan):
     slots = {token: slot for slot, token in enumerate(used)}
     pairs = [(47, 385), (12, 9)]
     tokens, targets = cold_start.demonstrate(
-        tokenizer, slots, "thinking", tasks.ADDITION, pairs, short_plan.habit, random.Random(1)
+        tokenizer, slots, "thinking", families.ADDITION, pairs, short_plan.habit, random.Random(1)
     )
     with torch.no_grad():
         loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used))
@@ -116,7 +116,7 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
     for before in (11, 12):
         torch.manual_seed(before)
         random.seed(before)
-        models.append(cold_start.train_embedded(tokenizer, "thinking", tasks.ADDITION, plan, print).state_dict())
+        models.append(cold_start.train_embedded(tokenizer, "thinking", families.ADDITION, plan, print).state_dict())
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
@@ -168,7 +168,7 @@ FINGERPRINTS = {
 def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
     kind, _, task = name.partition("@")
-    family = find_family(task) if task else tasks.IN_THE_HEAD
+    family = find_family(task) if task else families.IN_THE_HEAD
     plan, rng = find_plan(kind, family), random.Random(0)
     tokenizer = tokenizers[kind]
     used = cold_start.used_ids(tokenizer, family.alphabet)

@@ -11,17 +11,17 @@ import torch
 from rloo_kit.checks.rewards import find_reward_faults
 from rloo_kit.completion import Completion
 from rloo_kit.config.run import RunConfig
-from rloo_kit.tasks import gym
 from rloo_kit.data.answers import GymRow, gold_answers
-from rloo_kit.tasks.gym import GYM_COLUMN, read_gym
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import WholeBatchError
 from rloo_kit.evals.evaluate import AnswerJudge
-from rloo_kit.loop.metrics import find_answer_column
 from rloo_kit.graders import verifier
-from rloo_kit.rewarding.guard import guard
 from rloo_kit.graders.verifier import FINDERS, ReasoningGymScore
+from rloo_kit.loop.metrics import find_answer_column
+from rloo_kit.rewarding.guard import guard
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tasks import gym
+from rloo_kit.tasks.gym import GYM_COLUMN, read_gym
 from tests.data.conftest import InPlace
 
 END = 151668

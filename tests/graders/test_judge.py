@@ -9,8 +9,8 @@ import pytest
 
 from rloo_kit.errors import RewardError
 from rloo_kit.graders import judge as module
-from rloo_kit.rewarding.guard import guard
 from rloo_kit.graders.judge import CACHE, Judge, JudgeReward
+from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.worker import read_sources
 from tests.judge_server import FAULTS, MODEL, JudgeServer
 

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from rloo_kit.errors import WholeBatchError
-from rloo_kit.plan.shapes import digest_weights
-from rloo_kit.rewarding.guard import NamedReward, guard
 from rloo_kit.graders.scoring_model import RewardModel, find_model_fault
 from rloo_kit.graders.verifier import MathAnswerReward, ReasoningGymScore
+from rloo_kit.rewarding.guard import NamedReward, guard
 from rloo_kit.rewarding.worker import read_sources
+from rloo_kit.runs.find import digest_weights
 
 END = 151668
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ import datasets
 import pytest
 
 from rloo_kit.evals.win_rate import measure_win_rate
-from rloo_kit.rewarding.guard import guard
 from rloo_kit.graders.judge import Judge, JudgeReward
+from rloo_kit.rewarding.guard import guard
 from tests.evals.test_win_rate import make_evaluation, make_run
 
 pytestmark = pytest.mark.slow

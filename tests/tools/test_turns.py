@@ -3,8 +3,8 @@
 import pytest
 
 from rloo_kit.data.chat import render_prompt
-from rloo_kit.errors import DataError
 from rloo_kit.demo.cold_start import build_tokenizer
+from rloo_kit.errors import DataError
 from rloo_kit.tools.turns import ToolFormat
 
 TOKENIZER = build_tokenizer("untaught")

@@ -17,6 +17,10 @@ from rloo_kit import load_config, read_rollouts, train_reward_model
 from rloo_kit.cli import app
 from rloo_kit.data.chat import render_prompt, resolve_family
 from rloo_kit.errors import ConfigError, DataError, NonFiniteError, RlooKitError, RunExistsError
+from rloo_kit.graders.scoring_model import RewardModel, TextForm
+from rloo_kit.models.source import find_source
+from rloo_kit.results.intervals import clustered
+from rloo_kit.runs.folder import open_folder
 from rloo_kit.training import reward_model
 from rloo_kit.training.reward_model import (
     Pair,
@@ -26,10 +30,6 @@ from rloo_kit.training.reward_model import (
     measure_pairs,
     merge_adapter,
 )
-from rloo_kit.models.source import find_source
-from rloo_kit.results.intervals import clustered
-from rloo_kit.graders.scoring_model import RewardModel, TextForm
-from rloo_kit.runs.folder import open_folder
 from tests.conftest import make_tiny_tokenizer
 from tests.loop.conftest import lines, status
 

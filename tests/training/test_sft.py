@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from rloo_kit import fine_tune, load_config, load_data, load_policy, load_trained
 from rloo_kit.cli import app
-from rloo_kit.tasks.worked import Demonstrations, Example, load_worked
 from rloo_kit.errors import ConfigError, NonFiniteError, RlooKitError, RunExistsError
-from rloo_kit.training import sft
 from rloo_kit.loop.options import RLOOConfig, training_arguments
-from rloo_kit.training.sft import build_trainer, next_command
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.folder import RunDir, open_folder
+from rloo_kit.tasks.worked import Demonstrations, Example, load_worked
+from rloo_kit.training import sft
+from rloo_kit.training.sft import build_trainer, next_command
 from tests.gradient.test_scorer import by_logits
 from tests.loop.conftest import by_ids
 
