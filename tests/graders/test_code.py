@@ -71,22 +71,11 @@ def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: flo
     assert score(reward, code, tests) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (["assert f(1) == "], "they are no Python"),
-        (["f(1)"], "they assert nothing"),
-        (["import torch\nassert torch.all(f(1))"], "they import torch"),
-        ("def check(g):\n    assert g(1) == 1", "need a column entry_point"),
-        ([{"input": "1"}], "they are dicts with the keys input"),
-        ([["assert f(1)"]], "they are a list that holds"),
-    ],
-)
-def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, tests: Any, words: str, capsys: Any) -> None:
+def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, capsys: Any) -> None:
     """Tests that nothing can pass would be a 0.0 for every completion, for the whole run."""
     code_module._SAID.clear()
-    assert math.isnan(score(reward, "def f(n): return n", tests) or 0.0)
-    assert words in capsys.readouterr().out
+    assert math.isnan(score(reward, "def f(n): return n", ["f(1)"]) or 0.0)
+    assert "they assert nothing" in capsys.readouterr().out
 
 
 MONEY = """
@@ -104,22 +93,11 @@ def earn(hours): return Money(900 * hours)
 @pytest.mark.parametrize(
     ("code", "tests", "expected", "words"),
     [
-        (
-            MONEY,
-            ["assert earn(2) == 1800"],
-            None,
-            "give a plain value to __eq__",
-        ),  # who knows what __eq__ says is equal
+        (MONEY, ["assert earn(2) == 1800"], None, "give a plain value to __eq__"),  # who knows what it says is equal
         (MONEY.replace("900", "901"), ["assert earn(2) == 1800"], 0.0, ""),
         (MONEY, ["assert (earn(2) * 3).cents == 5400"], None, "give a plain value to __mul__"),
         (MONEY, ["w = Wallet(Money(1), Money(2))\nassert w.total().cents == 3", "assert Money(1) * 2 == 2"], 1.0, ""),
         (MONEY, ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"], None, "an object of Coin"),
-        (
-            MONEY.replace("sum(", "1 + sum("),
-            ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"],
-            0,
-            "",
-        ),
         ("import torch\ndef f(): return 1", ["assert f() == 1"], None, "imports torch, which is installed here"),
         ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
         ("def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1", ["assert f() == 1"], 1.0, ""),
@@ -155,12 +133,6 @@ def earn(hours): return Money(900 * hours)
             "",
         ),
         ("def f(n): return [n] * 3", ["import numpy as np\nassert np.array_equal(f(2), [2, 2, 2])"], 1.0, ""),
-        (
-            "import numpy as np\ndef f(n): return np.array(n)",
-            ["import numpy as np\nassert np.allclose(f(np.ones(2).tolist()), [1, 1])"],
-            1.0,
-            "",
-        ),
     ],
 )
 def test_right_code_is_never_wrong(
