@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 MAY, ERROR, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x00050000, 0x80000000, 1, 38  # what a filter of system calls returns
 AUDIT_X86_64, CLONE, CLONE3, CLONE_THREAD, FCNTL = 0xC000003E, 56, 435, 0x00010000, 72
-# pivot_root, umount2, mount, execve, execveat, socket, ptrace, process_vm_readv and _writev, chroot, unshare, setns,
-# bpf, add_key, request_key, keyctl, perf_event_open, userfaultfd, open_by_handle_at, memfd_create, shmget, msgget,
-# semget, mq_open, init_module, finit_module, kexec_load, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
-# fork, vfork; and pidfd_send_signal, io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig,
-# fsmount, fspick, pidfd_open, pidfd_getfd, mount_setattr, memfd_secret.
+# What makes or replaces a process (fork, vfork, execve), reaches another one (kill, ptrace, pidfd, process_vm, shmget),
+# or asks the kernel for more than Python needs (socket, mount, unshare, bpf, keyctl, io_uring, memfd, userfaultfd).
 REFUSED = (
     *(155, 166, 165, 59, 322, 41, 101, 310, 311, 161, 272, 308, 321, 248, 249, 250, 298, 323, 304, 319, 29, 68, 64),
     *(240, 175, 313, 246, 62, 200, 234, 129, 297, 57, 58, *range(424, 435), 438, 442, 447),
