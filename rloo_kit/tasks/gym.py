@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ GYM_COLUMN = "reasoning_gym"  # JSON text: task, options, and the library's entr
 MOST_PROMPTS = 100_000
 FIRST_SEED = random.Random("reasoning-gym-0").randrange(2**31)  # of the test source, whose number is 0
 BLOCK = 2**20  # seeds reserved for each source of a run
-MOST_AT_ONCE = 500  # rows per dataset of the library, and per reply of its process
+MOST_AT_ONCE = 10_000  # rows per dataset of the library; word_ladder allows at most 20,000
 LEAST_AT_ONCE = 64
+PER_CALL = 500  # of them per reply of its process
 DRY = 500  # draws in a row without a new question, after which a task counts as exhausted
-CALL_LIMIT_S = 900.0  # for MOST_AT_ONCE questions, with the start of the process
+CALL_LIMIT_S = 900.0  # for PER_CALL questions, with the start of the process
 BUILD_LIMIT_S = 20.0  # to make a dataset
 ROW_LIMIT_S = 5.0  # to draw one question: some tasks hang at one seed in thousands
-MOST_LATE = 2  # questions of MOST_AT_ONCE that may take longer and are left out
+MOST_LATE = 2  # questions of PER_CALL that may take longer and are left out
 NOT_SET = {"seed": "remove it; the kit draws from seeds of its own", "size": "set data.num_prompts instead"}
 INSTALL = "run make reasoning-gym, or pip install 'rloo-kit[reasoning-gym]' (one of its packages needs a C compiler)"
 
@@ -117,7 +119,10 @@ def _draw(
         while len(entries) < count and dry < DRY:
             size = min(max(count - len(entries), LEAST_AT_ONCE), MOST_AT_ONCE)
             asked = task, options, options_key, start + drawn, size, *limits
-            for entry, is_late, is_sound in worker.call(draw_rows, *asked, timeout_s=CALL_LIMIT_S):
+            calls = (
+                worker.call(draw_rows, *asked, first, timeout_s=CALL_LIMIT_S) for first in range(0, size, PER_CALL)
+            )
+            for entry, is_late, is_sound in chain.from_iterable(calls):
                 left_out[late] += is_late
                 left_out[wrong] += not is_sound
                 drawn, dry = drawn + 1, dry + 1
@@ -177,12 +182,19 @@ def make_dataset(task: str, options: dict[str, Any], options_key: str = "data.op
 
 
 def draw_rows(
-    task: str, options: str, options_key: str, seed: int, size: int, build_limit_s: float, row_limit_s: float
+    task: str,
+    options: str,
+    options_key: str,
+    seed: int,
+    size: int,
+    build_limit_s: float,
+    row_limit_s: float,
+    first: int,
 ) -> list[tuple[dict[str, Any] | None, bool, bool]]:
-    """The items of the library's dataset with that seed and size: question, answer and metadata in JSON's types (None
-    if the stored answer is empty, or the item took longer than `row_limit_s`); whether it took longer; whether the
-    verifier scores the stored answer 1. Raises DataError as `make_dataset`, if that takes longer than `build_limit_s`
-    or more than MOST_LATE items took longer, and if an item cannot be drawn."""
+    """PER_CALL items, from `first` on, of the library's dataset with that seed and size: question, answer and metadata
+    in JSON's types (None if the stored answer is empty, or the item took longer than `row_limit_s`); whether it took
+    longer; whether the verifier scores the stored answer 1. Raises DataError as `make_dataset`, if that takes longer
+    than `build_limit_s` or more than MOST_LATE items took longer, and if an item cannot be drawn."""
     load_library()
     rows: list[tuple[dict[str, Any] | None, bool, bool]] = []
     try:
@@ -190,7 +202,7 @@ def draw_rows(
             _seed(seed)
             dataset = make_dataset(task, json.loads(options), options_key, seed=seed, size=size)
             verifier = _make_verifier(task, options)
-        for index in range(size):
+        for index in range(first, min(first + PER_CALL, size)):
             _seed(seed + index)
             try:
                 with _time_limit(row_limit_s):

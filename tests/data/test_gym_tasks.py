@@ -107,11 +107,10 @@ def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, row
     others."""
     code = f"""
 import json
-from rloo_kit.tasks.gym import SOUND, draw_row
-asked = {{task: (task, "{{}}", "data.options", 74, {rows}) for task in SOUND}}
-found = {{task: [draw_row(*asked[task], index) for index in range({rows})] for task in SOUND}}
+from rloo_kit.tasks.gym import SOUND, draw_rows
+found = {{task: draw_rows(task, "{{}}", "data.options", 74, {rows}, 60.0, 20.0, 0) for task in SOUND}}
 print("\\n" + json.dumps(found))
 """
     first, second = (json.loads(run_fresh(code, PYTHONHASHSEED="0").stdout.splitlines()[-1]) for _ in range(2))
     assert [task for task in SOUND if first[task] != second[task]] == []
-    assert all(entry and is_sound for drawn in first.values() for entry, is_sound in drawn)
+    assert all(entry and is_sound for drawn in first.values() for entry, _, is_sound in drawn)
