@@ -36,8 +36,8 @@ from rloo_kit.system.user_code import (
 
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
 LONGEST_RESULT = 100_000  # characters that leave the process
-# Public methods that the kit calls; they are not offered to the model.
-NO_TOOLS = ("reset", "tools", "respond", "get_reward")
+# Public methods that the kit calls, with their arguments; they are not offered to the model.
+NO_TOOLS = {"reset": "**row", "tools": "", "respond": "messages", "get_reward": "[messages]"}
 
 Call = tuple[str, dict[str, Any]]  # name and arguments; of an environment's own reply: "", {"messages": [...]}
 Past = tuple[dict[str, Any], list[Call]]  # the row that an environment was reset with, and its calls so far
@@ -68,8 +68,8 @@ class ToolHost:
         if probe is not None and not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"rloo.environment: {self.environment} has no method reset(**row); it starts an episode")
         methods = _methods(probe)
-        self.owns_reward = _has_own(probe, "get_reward", methods)
-        self.responds = _has_own(probe, "respond", methods)
+        self.owns_reward = _has_own(probe, "get_reward", methods, [], ["messages"])
+        self.responds = _has_own(probe, "respond", methods, ["messages"])
         self.schemas = list(map(_read_schema, [*self._functions, *methods]))
         names = [schema["function"]["name"] for schema in self.schemas]
         if doubled := {name for name in names if names.count(name) > 1}:
@@ -160,7 +160,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     """The tools of an environment: what its `tools()` returns, or its public methods."""
     if environment is None:
         return []
-    if _has_own(environment, "tools"):
+    if _has_own(environment, "tools", [], []):
         if not isinstance(tools := environment.tools(), list | tuple) or not all(map(callable, tools)):
             raise ConfigError(f"rloo.environment: tools() returned {excerpt(tools, 60)}; it returns a list of tools")
         return list(tools)
@@ -169,10 +169,16 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     return [getattr(environment, name) for name in functions if not name.startswith("_") and name not in NO_TOOLS]
 
 
-def _has_own(environment: Any, name: str, tools: Sequence[Any] = ()) -> bool:
-    """Whether the kit calls an environment's method, which is no tool."""
-    method = getattr(environment, name, None)
-    return callable(method) and method not in tools
+def _has_own(environment: Any, name: str, tools: list[Any], *calls: list[str]) -> bool:
+    """Whether the kit calls an environment's method, which is no tool; ConfigError if it fits no call's arguments."""
+    if (method := getattr(environment, name, None)) is None or method in tools:
+        return False
+    for arguments in calls:
+        with suppress(TypeError, ValueError):
+            inspect.signature(method).bind(**dict.fromkeys(arguments))
+            return True
+    problem = f"{type(environment).__name__}.{name} is not the {name}({NO_TOOLS[name]}) that the kit calls"
+    raise ConfigError(f"rloo.environment: {problem}: rename it, or, if it is a tool, return it in the list of tools()")
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:

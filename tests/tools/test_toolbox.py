@@ -175,9 +175,17 @@ def len_tool(x: str) -> int:
 
 
 RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, words of the error or what is offered
+    "respond as a tool": ({"respond": text_tool}, r"World.respond is not the respond\(messages\)"),
+    "respond without messages": ({"respond": lambda self: []}, "World.respond"),
+    "respond with more": ({"respond": lambda self, messages, turn: []}, "World.respond"),
+    "respond as a text": ({"respond": "yes"}, "World.respond"),
     "respond in tools()": ({"respond": text_tool, "tools": lambda self: [self.respond]}, "['text_tool'] False False"),
     "tools as a tool": ({"tools": lambda self: "a saw"}, "tools.. returned 'a saw'"),
+    "tools that takes something": ({"tools": text_tool}, r"World.tools is not the tools\(\)"),
+    "tools as a list": ({"tools": ["hammer", "saw"]}, "World.tools"),
     "tools of nothing": ({"tools": lambda self: None}, "tools.. returned None"),
+    "get_reward with the answer": ({"get_reward": lambda self, answer: 1.0}, "World.get_reward"),
+    "get_reward as a number": ({"get_reward": 1.0}, "World.get_reward"),
     "get_reward with a default": ({"get_reward": lambda self, scale=1.0: scale}, "[] True False"),
     "as documented": ({"get_reward": lambda self, messages: 1.0, "respond": lambda self, messages: []}, "[] True True"),
     "a name that is no text": ({"name": ["x"], "look": text_tool}, "['text_tool'] False False"),
@@ -193,7 +201,8 @@ RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, wor
 
 @pytest.mark.parametrize("case", RESERVED)
 def test_methods_that_the_kit_calls_are_not_taken_for_tools(case):
-    """Class, static, cached and plain methods are tools; what the kit calls is none, unless `tools()` names it."""
+    """As in tau-bench, `respond(content)` answers the customer: it was offered to nobody, and called with all messages
+    after each turn without a call; its text came back as one message a letter."""
     members, words = RESERVED[case]
     kind = type("World", (World,), members)
     if words.startswith("["):
