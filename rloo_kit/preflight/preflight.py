@@ -45,8 +45,6 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
     wider = f" ({most} prompts if few groups have a signal or no answer is right)" if most > first else ""
     text = f"{first} prompts x {run.rloo.num_generations} completions{wider}, then steps at full length"
     say(fill_text(f"preflight: {text}"))
-    hidden = run.model_copy(deep=True)
-    hidden.run.name = f"{run.run.name}-preflight"  # of a server's folder of adapters, which is deleted at the end
     measures, shown = Measures(), sys.stdout
 
     def tell(text: str) -> None:
@@ -57,14 +55,14 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         with catching("data", faults):
             run.check_prompts(len(data.train))
         with catching("rollout", faults):
-            check_sampling(hidden, policy)
+            check_sampling(run, policy)
         if not faults:
             probe = None
             with catching("rollout", faults):
-                probe = run_probe(hidden, policy, data, reward_funcs, faults, measures, tell)
+                probe = run_probe(run, policy, data, reward_funcs, faults, measures, tell)
             gradient_s = None
             try:
-                gradient_s = try_steps(hidden, policy, measures, faults, tell)
+                gradient_s = try_steps(run, policy, measures, faults, tell)
             except RlooKitError as error:  # a model whose memory cannot be planned can still be trained
                 faults.append(Problem("memory", str(error), level="warning"))
             if probe is not None and gradient_s is not None:
