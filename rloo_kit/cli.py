@@ -387,7 +387,6 @@ def batch(
     ] = None,
     resume: Annotated[bool, Option("--resume", help="Run only what is missing or failed.")] = False,
     overwrite: Overwrite = False,
-    json: JsonLine = False,
 ) -> None:
     """Run a notebook with many parameters, each run in a kernel of its own, and compare the runs.
 
@@ -400,10 +399,8 @@ def batch(
 
     words = overrides or []
     again = shlex.join(["rloo-kit", "batch", str(file), *words, "--resume"])
-    result = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
-    if json:
-        print(dumps(result.to_dict()))
-    raise Exit(INTERRUPTED if result.interrupted else min(result.not_done, MOST_COUNTED))
+    not_done, interrupted = run_batch(load_batch(file, *words), resume=resume, overwrite=overwrite, command=again)
+    raise Exit(INTERRUPTED if interrupted else min(not_done, MOST_COUNTED))
 
 
 @command("eval")

@@ -10,10 +10,8 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,29 +50,14 @@ class RunStatus:
     attempts: int = 0
 
 
-@dataclass
-class BatchResult:
-    """The result of a batch: one status per run, and the comparison's file. `interrupted`: a signal ended it."""
-
-    folder: Path
-    statuses: list[RunStatus]
-    interrupted: bool
-    files: list[Path]
-
-    def to_dict(self) -> dict[str, Any]:
-        values = asdict(self) | {"folder": str(self.folder), "files": list(map(str, self.files))}
-        return values | {"not_done": self.not_done, "runs": values.pop("statuses")}
-
-    @property
-    def not_done(self) -> int:
-        return sum(status.state != "done" for status in self.statuses)
-
-
-def run_batch(batch: Batch, *, resume: bool, overwrite: bool, command: str) -> BatchResult:
+def run_batch(batch: Batch, *, resume: bool, overwrite: bool, command: str) -> tuple[int, bool]:
     """Run every run of `batch` that is not done, one after the other; a failing run does not stop the others.
 
     Args:
         resume: keep what is done. overwrite: delete the batch's runs and start over. command: resumes the batch.
+
+    Returns:
+        the number of runs that are not done, and whether a signal ended the batch.
 
     Raises:
         RunExistsError: the folder contains a batch and neither flag is given, or something other than a batch.
@@ -106,7 +89,7 @@ def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> d
         )
     if statuses and not (resume or overwrite):
         raise RunExistsError(
-            f"{batch.folder} already contains a batch ({count_states(statuses.values())}): run what is missing or "
+            f"{batch.folder} already contains a batch ({count_states(statuses)}): run what is missing or "
             "failed with --resume, delete it and start over with --overwrite, or choose another name with name=..."
         )
     batch.folder.mkdir(parents=True, exist_ok=True)
@@ -130,9 +113,9 @@ def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> d
     return opened
 
 
-def count_states(statuses: Iterable[RunStatus]) -> str:
+def count_states(statuses: dict[str, RunStatus]) -> str:
     """How many runs are in each state: "2 done, 1 failed"."""
-    counts = Counter(status.state for status in statuses)
+    counts = Counter(status.state for status in statuses.values())
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
@@ -144,7 +127,7 @@ class BatchRunner:
         self.signals: list[str] = []
         self.kernel: int | None = None  # id of the running kernel's process
 
-    def run(self) -> BatchResult:
+    def run(self) -> tuple[int, bool]:
         waiting = [status for status in self.statuses.values() if status.state != "done"]
         done = len(self.statuses) - len(waiting)
         kept = f", {done} done already" if done else ""
@@ -152,11 +135,11 @@ class BatchRunner:
         for status in waiting:
             if not self.signals:
                 self._run(status)
-        result = BatchResult(self.batch.folder, list(self.statuses.values()), False, self._compare())
-        result.interrupted = bool(self.signals and result.not_done)
-        go_on = f"; to go on: {self.command}" if result.not_done else ""
-        print(f"batch {self.batch.name}: {count_states(result.statuses)}{go_on}", flush=True)
-        return result
+        self._compare()
+        not_done = sum(status.state != "done" for status in self.statuses.values())
+        go_on = f"; to go on: {self.command}" if not_done else ""
+        print(f"batch {self.batch.name}: {count_states(self.statuses)}{go_on}", flush=True)
+        return not_done, bool(self.signals and not_done)
 
     def handle(self, number: signal.Signals) -> None:
         """The first signal interrupts the cell, as Jupyter does, so that a training run saves its checkpoint; the
@@ -258,18 +241,15 @@ class BatchRunner:
             log.close()
         return ("interrupted", f"the batch was ended by {self.signals[0]}") if self.signals else (state, why)
 
-    def _compare(self) -> list[Path]:
-        """Compare the training runs that are done with the first of them, if there are two; the page, written."""
+    def _compare(self) -> None:
+        """Print and write how the training runs that are done compare with the first of them, if there are two."""
         done = [name for name, status in self.statuses.items() if status.state == "done"]
         trained = [name for name in done if (self.training(name) / "config.yaml").is_file()]
         names = [name.removeprefix(f"{self.batch.notebook.path.stem}-") for name in trained]
         if len(trained) < 2:
-            return []
+            return
         try:
             comparison = compare_runs([self.training(name).folder for name in trained], names)
-            page = write_comparison_page(comparison, self.batch.folder / PAGE)
+            print(f"{comparison}\ncomparison: {write_comparison_page(comparison, self.batch.folder / PAGE)}")
         except Exception as error:  # the files may come from any notebook; a figure must not end a batch
             print(f"the comparison could not be written: {type(error).__name__}: {error}")
-            return []
-        print(f"{comparison}\ncomparison: {page}")
-        return [page]

@@ -151,9 +151,8 @@ def check_adapter(saved: Path) -> None:
     """Raise ExportError if the run's `adapter/` contains no adapter."""
     if (saved / ADAPTER_CONFIG).is_file():
         return
-    if (saved / MODEL_CONFIG).is_file():
-        raise ExportError(f"{saved} contains a whole model, not an adapter (model.lora is null): use --to merged")
-    raise ExportError(f"{saved} has no {ADAPTER_CONFIG}, so there is no adapter to export")
+    whole = " but a whole model (model.lora is null): use --to merged" if (saved / MODEL_CONFIG).is_file() else ""
+    raise ExportError(f"{saved} has no adapter to export{whole}")
 
 
 def export_adapter(job: Job) -> Written:

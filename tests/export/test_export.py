@@ -143,7 +143,7 @@ def test_a_run_without_an_adapter_is_exported_merged(
     make_run: Callable[..., Path], tmp_path: Path, unchecked: None
 ) -> None:
     run = make_run("whole", "model.lora=null")
-    with pytest.raises(ExportError, match=r"whole model, not an adapter \(model\.lora is null\): use --to merged"):
+    with pytest.raises(ExportError, match=r"whole model \(model\.lora is null\): use --to merged"):
         kit.export_model(run, "adapter", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     found = kit.export_model(run, "merged", output=tmp_path / "out", num_prompts=2)
