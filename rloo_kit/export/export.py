@@ -13,13 +13,12 @@ from transformers import AutoConfig
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
 from rloo_kit.demo.embedded import name_built
-from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
+from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import formats, gguf
 from rloo_kit.export.formats import DTYPES, LOADERS, WRITERS, Job, Written, digest, public_name
 from rloo_kit.export.parity import ENGINE, Reference, check_parity, find_missing, measure_reference
 from rloo_kit.models.policy import Policy, load_policy, trained_run
 from rloo_kit.models.source import find_source
-from rloo_kit.results.verdict import load_evaluation
 from rloo_kit.runs.checkpoints import publish
 from rloo_kit.runs.files import now, read_object, saving, write_json, write_text
 from rloo_kit.runs.find import RUN_FILE, TRAINED, describe_origin, find_run, with_name
@@ -140,14 +139,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _ask_policy(run: RunConfig, policy: Policy, num_prompts: int) -> Reference:
-    try:
-        prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
-    except (DataError, SetupError) as error:  # the data, or the library that draws it, need not be on this machine
-        found = load_evaluation(run, "after") or load_evaluation(run, "before")
-        prompts = [one["prompt"] for one in (*found.samples, *found.more_samples)][:num_prompts] if found else []
-        if not prompts:
-            raise
-        say(f"export: the prompts of the run's evaluation are used, because its data cannot be read: {error}")
+    prompts = list(load_data(run, policy.tokenizer).test["prompt"][:num_prompts])
     if not prompts:
         raise ExportError("the run has no held-out prompts to compare on: add the override data.test_size=20")
     say(f"export: {policy.describe()}; sampling greedy answers to {len(prompts)} held-out prompts")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from rloo_kit.errors import SetupError
-from rloo_kit.runs.files import running_saves, saved_paths, wait_for_saves
+from rloo_kit.runs.files import running_saves, wait_for_saves
 from rloo_kit.runs.folder import open_runs
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.memory import clear_last_error, resident_gib, trim_heap
@@ -63,7 +63,7 @@ def release_memory() -> None:
 
 
 def shutdown_kernel(wait_s: float = 600.0) -> None:
-    """Free memory, print where the files are, and shut down the notebook's kernel unless its runner does.
+    """Free memory, and shut down the notebook's kernel unless its runner does.
 
     Safe as the last cell, in the middle (later cells still run, then the kernel ends), and twice. Waits up to `wait_s`
     seconds for running saves, and never ends a kernel that is training. docs/notebook.md has a table of the runners: a
@@ -83,12 +83,6 @@ def shutdown_kernel(wait_s: float = 600.0) -> None:
         print(f"Kernel not shut down: {obstacle}. Call it again later, or {CLICK}.")
         return
     release_memory()
-    folders: dict[Path, list[str]] = {}
-    for path in filter(Path.exists, saved_paths()):
-        folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        folders.setdefault(folder, []).append(str(path.relative_to(folder)))
-    for folder, names in folders.items():
-        print(f"saved in {folder}: {', '.join(names)}")
     if runner.kind == "foreign":
         outcome = f"The kernel is not ended: {runner.reason}"
     elif any(isinstance(thread, _Ending) for thread in threading.enumerate()):

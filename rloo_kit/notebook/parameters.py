@@ -41,7 +41,6 @@ KNOWN = {
     "resume": "(resume from the last checkpoint)",
     "overwrite": "(delete a run in the folder)",
 }
-BACKSLASH = r"""(?s)('[^']*'|"(?:\\.|[^"\\])*"|\\["' ])|\\"""  # quoted, as shlex reads it; or one that stays
 SECTIONS: dict[str, type[Section]] = {
     name: one.annotation
     for name, one in RunConfig.model_fields.items()
@@ -152,10 +151,10 @@ def _read_as_field(key: str, value: Any) -> Any:
 def _split_overrides(value: Any) -> list[str]:
     try:
         if isinstance(value, str):
-            words = shlex.split(re.sub(BACKSLASH, lambda match: match[1] or "\0", value))
-            items = [word.replace("\0", "\\") for word in words]
-        else:
-            items = list(value)
+            lexer = shlex.shlex(value, posix=True)
+            lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""  # a backslash is itself
+            value = lexer
+        items = list(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f'it takes text such as "rloo.temperature=0.9 eval.num_samples=4" ({error})') from None
     for item in items:

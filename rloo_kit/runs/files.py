@@ -22,12 +22,11 @@ LARGEST = 1e150  # largest value of a metric, so that sums and squares stay fini
 _locks: "WeakSet[IO[str]]" = WeakSet()
 _changed = threading.Condition()
 _running: list[Path] = []
-_saved: dict[Path, None] = {}  # an ordered set
 
 
 @contextmanager
 def saving(path: str | Path) -> Iterator[None]:
-    """Mark `path`, a file or a folder, as being written; a save that raises does not count.
+    """Mark `path`, a file or a folder, as being written.
 
     The kit uses it around every save except those of `write_text`; your own saves may use it too.
     """
@@ -36,9 +35,6 @@ def saving(path: str | Path) -> Iterator[None]:
         _running.append(path)
     try:
         yield
-        with _changed:
-            _saved.pop(path, None)  # a repeated save moves to the end
-            _saved[path] = None
     finally:
         with _changed:
             _running.remove(path)
@@ -49,12 +45,6 @@ def running_saves() -> list[Path]:
     """Paths being written now, by any thread; the longest-running first."""
     with _changed:
         return list(dict.fromkeys(_running))
-
-
-def saved_paths() -> list[Path]:
-    """Paths this process has saved, each once, the latest last; some may have been deleted since."""
-    with _changed:
-        return list(_saved)
 
 
 def wait_for_saves(timeout_s: float | None = None) -> bool:

@@ -277,23 +277,19 @@ def test_the_card_has_the_results_and_the_recipe(make_run: Callable[..., Path]) 
     assert "with GRPO (" in text and "grpo" in head["tags"] and "rloo" not in head["tags"]
 
 
-def test_it_needs_neither_the_data_nor_a_traceback(make_run: Callable[..., Path]) -> None:
-    """A run that was moved without its data file could not be exported; on a full disk there was a traceback."""
+def test_missing_data_and_a_full_disk_are_lines(make_run: Callable[..., Path]) -> None:
+    """On a full disk there was a traceback; a run whose data file is gone is exported with another source."""
     run = make_run("moved", "data.source=gone.jsonl")
     words = ["export", str(run), "--to", "adapter", "--prompts", "2"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 2 and "gone.jsonl" in done.output, "nothing else has prompts"
-    prompts = [f"<|im_start|>user\n{number}+1=<|im_end|>\n<|im_start|>assistant\n<think>\n" for number in range(3)]
-    sample = {"thinking": "", "answer": "", "correct": None, "ended": True, "closed": True, "tokens": 1}
-    samples = [sample | {"prompt": prompt, "thinking_tokens": None} for prompt in prompts]
-    (run / "before.json").write_text(json.dumps(Evaluation("before", 3, 1, 1.0, 9, samples=samples).to_dict()))
+    assert done.exit_code == 2 and "gone.jsonl" in done.output
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (9000, limits[1]))
-        done = CliRunner().invoke(app, words)
+        done = CliRunner().invoke(app, [*words[:2], "data.source=embedded/addition", *words[2:]])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "gone.jsonl" in done.output and "sampling greedy answers to 2 held-out prompts" in done.output
+    assert "sampling greedy answers to 2 held-out prompts" in done.output
     assert done.exit_code == 2 and "rloo-kit: the disk is full" in done.output and not list((run / "export").iterdir())
 
 
