@@ -170,6 +170,3 @@ opened.wait(30)
     refusal = f"Kernel not shut down: the run in {Path('run')} is still training."
     assert refusal in ended.text and ended.text.index(refusal) < ended.text.index("still here")
     assert ended.text.endswith("The kernel ends when nothing is left to run.\n")
-
-    ended = run("papermill", [START, train, "kit.shutdown_kernel(wait_s=1)"], tmp_path / "batch")
-    assert ended.exit_code == "1" and ended.all_gone

@@ -4,14 +4,11 @@ No model is loaded: the notebook says where its run would be, and which files it
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rloo_kit.checks.faults import find_faults
-from rloo_kit.config.run import load_config
 from tests.notebooks.batch_notebooks import write_notebook
 from tests.notebooks.runners import COMMANDS, PYTHON, call, text_of
 from tests.notebooks.server import jupyter_lab
@@ -96,21 +93,3 @@ def test_a_jupyter_server_is_started_there_too(started: Path) -> None:
         text = server.run_all(kernel, [PARAMETERS, BODY + moved])
     check(text, started)
     assert "MOVED outputs/mine" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("data.source=no.csv", "data.source"),
-        ("rewards.0.name=no.py:score", "rewards.0.name"),
-        ("model.adapter=no", "model.adapter"),
-    ],
-)
-def test_a_missing_file_names_its_places_and_its_key(
-    started: Path, change: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`no file rows.csv` does not say that the working folder was another one."""
-    monkeypatch.chdir(started)
-    faults = [str(fault) for fault in find_faults(load_config("task/mine.yaml", change))]
-    name = re.search(r"no(\.\w+)?(?=:|$)", change)[0]
-    assert any(key in one and all(str(started / at / name) in one for at in ("", "task")) for one in faults), faults
