@@ -21,6 +21,7 @@ data: {{source: {data}, test_size: 2, max_prompt_length: 64}}
 rewards: [{{name: length_reward}}]
 rloo: {{max_steps: 2, per_device_train_batch_size: 4, num_generations: 2, max_completion_length: 4, beta: 0.0}}
 """
+SERVER = ("rollout.engine=server", "rollout.server_url=http://localhost:9")
 
 
 @pytest.fixture
@@ -67,22 +68,13 @@ def test_help_names_the_commands():
     assert call("--version")[1] == f"rloo-kit {__version__}\n"
 
 
-def test_rollouts_that_cannot_be_are_refused_before_the_evaluation(config_file):
-    """An hour of evaluation came before the news that the engine cannot sample here; a config that vLLM cannot follow
-    is refused before there is a model."""
-    code, printed, said = call("train", config_file, "rollout.engine=vllm")
-    assert code == 2 and "rollout.engine is vllm" in said and "Evaluation before" not in printed, said
-    words = ["rollout.engine=server", "rollout.server_url=http://localhost:9", "model.lora=null"]
-    code, printed, said = call("train", config_file, *words)
-    assert code == 2 and "model.lora is null" in said and "policy:" not in printed
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["config", "FILE", "rloo.bta=0.5"], "rloo.bta"),
         (["plan", "FILE", "model.name=google/gemma-3-4b-it"], "hf download google/gemma-3-4b-it config.json"),
         (["plan", "FILE", "--card-gib", "-1"], "gpu_gib is -1.0"),
+        (["train", "FILE", *SERVER, "model.lora=null"], "model.lora is null"),
         (["train", "FILE", "--resume"], "no run to resume"),
         (["train", "FILE", "--resume", "--overwrite"], "--resume and --overwrite"),
         (["eval", "FILE", "--adapter", "nowhere"], "--adapter nowhere"),
@@ -109,6 +101,11 @@ def test_a_refusal_is_a_message_on_stderr_and_exit_code_2(words, message, config
     assert code == (125 if words[0] == "batch" else 2) and printed == ""
     assert errors.startswith("rloo-kit: ") and message in errors and "Traceback" not in errors
     assert len([line for line in errors.splitlines() if line.startswith("rloo-kit: ")]) == 1, errors
+
+
+def test_an_engine_that_cannot_sample_here_is_refused_before_the_evaluation(config_file):
+    code, printed, said = call("train", config_file, "rollout.engine=vllm")
+    assert code == 2 and "rollout.engine is vllm" in said and "Evaluation before" not in printed, said
 
 
 def test_a_whole_run(config_file, tmp_path, monkeypatch):
