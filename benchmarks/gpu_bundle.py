@@ -193,7 +193,7 @@ def git(*arguments: str) -> str:
 
 def pack_model(target: Path) -> None:
     """Write the embedded model, from the kit's cache or built into it (a minute), as an archive of such a cache."""
-    from rloo_kit.models.embedded import build
+    from rloo_kit.demo.embedded import build
 
     folder = build("thinking")
     with tarfile.open(target, "w:gz") as tar:

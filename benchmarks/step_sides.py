@@ -129,7 +129,7 @@ def build_side(name: str, workload: Workload) -> Side:
     from peft import LoraConfig
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rloo_kit.models.embedded import build_tokenizer
+    from rloo_kit.demo.embedded import build_tokenizer
 
     tokenizer = build_tokenizer("thinking", "qwen3" if workload.vocabulary > 2048 else "compact")  # one token a byte
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -2,7 +2,7 @@
 
 Two answers agree if they are the same text or the same number in any spelling (42 and 42.0, 1,000 and 1000, 1/2
 and 0.5, $18 and 18 dollars; LaTeX too), compared exactly as fractions. `math_answer_reward` in
-`rloo_kit.rewarding.verifier` compares mathematics beyond numbers.
+`rloo_kit.graders.verifier` compares mathematics beyond numbers.
 """
 
 import re

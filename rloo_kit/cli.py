@@ -285,7 +285,7 @@ def sft(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = Fa
     run, words = read_config(file, overrides), overrides or []
     check_folder(run, overwrite)
     policy, data = prepare(run, check(run, FolderUse(overwrite=True), worked=True))
-    from rloo_kit.loop.sft import check_demonstrations, next_command, train_and_report
+    from rloo_kit.training.sft import check_demonstrations, next_command, train_and_report
 
     worked = check_demonstrations(run, policy, data)
     with open_folder(run, overwrite) as run_dir:
@@ -353,8 +353,8 @@ def train(
         run_dir.set_status("running", command=shlex.join(words))
         try:
             policy, data = prepare(run, prepared)
-            from rloo_kit.loop.training import run_and_report
             from rloo_kit.rewarding.registry import build_rewards
+            from rloo_kit.training.rloo import run_and_report
 
             stopped = run_and_report(run, policy, data, build_rewards(run, policy.tokenizer), run_dir)
             say_activation()

@@ -5,7 +5,7 @@ No torch here: the checks before a model is loaded make completions up.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 # Columns that rewards get in some runs only: with a thinking budget, with tools, with an environment.
 ADDED_COLUMNS = ("thinking_forced", "completion_mask", "turns", "environments")
@@ -72,6 +72,22 @@ class Completion:
     def tokens(self) -> int:
         """The number of its tokens, without the tools' results."""
         return len(self.ids) - sum(end - start for start, end in self.context)
+
+
+class Tools(Protocol):
+    """What the core reads of a run's tools (`tools.toolbox.Toolbox`).
+
+    Attributes:
+        schemas: of each tool, as chat templates read them. environment: name of the environment's class, None without.
+        owns_reward: the environment has a reward of its own.
+    """
+
+    schemas: list[dict[str, Any]]
+    environment: str | None
+    owns_reward: bool
+
+    def environments(self) -> list[Any]:
+        """The environments of the last batch, as rewards get them."""
 
 
 def list_episodes(completions: Sequence[Completion]) -> list[Episode]:

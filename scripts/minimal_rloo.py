@@ -25,9 +25,9 @@ import time
 
 os.environ.setdefault("RLOO_KIT_BACKEND", "transformers")  # even if Unsloth is installed
 
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import make_rows
-from rloo_kit.models.embedded import build
+from rloo_kit.demo.embedded import build
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import make_rows
 
 # isort: split
 import torch
@@ -147,7 +147,7 @@ def main():
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
 
     problems = []  # (prompt ids, answer)
-    for row in make_rows(tasks.ADDITION, options.held_out + 5000, options.seed):
+    for row in make_rows(families.ADDITION, options.held_out + 5000, options.seed):
         turns = [{"role": "user", "content": row["prompt"]}]
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)  # ends in <think>
         problems.append((tokenizer(text)["input_ids"], row["answer"]))

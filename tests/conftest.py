@@ -170,7 +170,7 @@ def smollm2_at() -> Callable[[str], Path]:
         from rloo_kit.errors import SetupError
 
         load_stack()
-        from rloo_kit.models.embedded import build_smollm2
+        from rloo_kit.demo.embedded import build_smollm2
 
         try:
             return build_smollm2(name)

@@ -201,7 +201,7 @@ def _save_random_model(shape: Any, folder: Path, **values: Any) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from rloo_kit.data.light_tokenizer import ROWS
-    from rloo_kit.models.embedded import build_tokenizer
+    from rloo_kit.demo.embedded import build_tokenizer
 
     usual = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
     usual |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

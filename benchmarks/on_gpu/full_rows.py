@@ -7,9 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from on_gpu.decoding import make_engine
-from rloo_kit.loop.memory_watch import MemoryPeak
 from rloo_kit.preflight.trial_steps import load_of, take_steps
 from rloo_kit.rollout.types import Limits
+from rloo_kit.training.memory_watch import MemoryPeak
 
 
 def measure_steps(policy: Any, run: Any, rows: int, decoded: int) -> tuple[MemoryPeak, MemoryPeak]:

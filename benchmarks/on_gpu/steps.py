@@ -71,7 +71,7 @@ def takes_a_step_of_1k(bench: Bench) -> None:
 
 def measure_side(bench: Bench, label: str, name: str, engine: str) -> None:
     """Build a side, take a step with a short rollout, then whole ones; everything is reported at once."""
-    from rloo_kit.loop.memory_watch import MemoryPeak
+    from rloo_kit.training.memory_watch import MemoryPeak
 
     started, steps = time.monotonic(), list[dict[str, float]]()
     with built_side(bench, name, make_workload(bench), engine) as side:
@@ -202,7 +202,7 @@ def takes_an_evening_s_steps(bench: Bench) -> None:
     """Two real steps of configs/evening_12gb.yaml under a cap of 12 GB: sampled to the budget, closed, answered and
     trained, on sums (there is no network) and by a reward that differs whatever random weights write."""
     import rloo_kit
-    from rloo_kit.loop.memory_watch import MemoryPeak
+    from rloo_kit.training.memory_watch import MemoryPeak
 
     def remainder(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(ids) % 97 / 97 for ids in completion_ids]

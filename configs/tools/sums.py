@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.data.tasks import Addition, draw_problems
+from rloo_kit.tasks.families import Addition, draw_problems
 
 CALLS = 0.4  # share of the demonstrations that call the tool; the others estimate
 

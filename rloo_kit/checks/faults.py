@@ -12,7 +12,6 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import check_budget, family_of, template_options
 from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import Data, needs_stack, prepare_data
-from rloo_kit.data.worked import load_worked, worked_need_stack
 from rloo_kit.errors import ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
@@ -22,6 +21,7 @@ from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.problems import Problem, catching, errors_of, raise_errors
 from rloo_kit.system.processes import is_main_process
 from rloo_kit.system.versions import check_trackers
+from rloo_kit.tasks.worked import load_worked, worked_need_stack
 from rloo_kit.tools.toolbox import open_toolbox
 from rloo_kit.tools.turns import ToolFormat
 

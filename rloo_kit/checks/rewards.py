@@ -8,20 +8,20 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.data.answers import GYM_REWARD, ROW_REWARDS, answer_reward_of, names_in
 from rloo_kit.data.chat import template_options
-from rloo_kit.data.gym import require_library
 from rloo_kit.errors import ConfigError, DataError, RewardError, RlooKitError
-from rloo_kit.rewarding.code import CodeReward
-from rloo_kit.rewarding.code_tests import TEST_COLUMNS, find_row_faults
+from rloo_kit.graders.code import CodeReward
+from rloo_kit.graders.code_tests import TEST_COLUMNS, find_row_faults
+from rloo_kit.graders.judge import BASE, NO_COLUMN, Judge, build_judge, task_text
+from rloo_kit.graders.scoring_model import RewardModel, find_model_fault
+from rloo_kit.graders.verifier import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.guard import guard, is_async, log_names, reward_name
-from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
-from rloo_kit.rewarding.registry import REGISTRY, build_judge, build_reward, check_reward_name
+from rloo_kit.rewarding.registry import REGISTRY, build_reward, check_reward_name
 from rloo_kit.rewarding.score import make_columns, score
-from rloo_kit.rewarding.scoring_model import RewardModel, find_model_fault
 from rloo_kit.rewarding.signature import CONVENTION, weighted_sum
-from rloo_kit.rewarding.verifier import NEEDS_MATH_VERIFY
 from rloo_kit.rewarding.worker import close_worker
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tasks.gym import require_library
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
 from rloo_kit.tools.turns import ToolFormat

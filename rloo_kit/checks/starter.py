@@ -22,7 +22,6 @@ from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
 from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_data_file
-from rloo_kit.data.tasks import find_family
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
 from rloo_kit.plan.shapes import BNB_ENDING
@@ -31,6 +30,7 @@ from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 from rloo_kit.runs.files import write_text
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tasks.families import find_family
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format

@@ -23,6 +23,7 @@ GENERATIONS, PROMPTS = 8, 4  # defaults: completions per prompt, prompts per ste
 
 FILE_KINDS = (".jsonl", ".csv", ".parquet")  # extensions of data files
 GYM_PREFIX = "reasoning_gym/"  # prefix of a source that is a reasoning-gym task
+VERIFIERS_PREFIX = "verifiers/"  # of sources and environments of the package `verifiers`
 
 VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one

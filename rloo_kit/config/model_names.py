@@ -10,7 +10,7 @@ from typing import Any
 from rloo_kit.system.environment import cache_folder
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "sorting", "checked_addition", "chain_sum")  # in data/tasks.py
+FAMILIES = ("addition", "subtraction", "sorting", "checked_addition", "chain_sum")  # in tasks/families.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package

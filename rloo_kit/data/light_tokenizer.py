@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from rloo_kit.config.model_names import SMOLLM2, find_embedded_problem, smollm2_folder, split_model_name
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.shapes import find_in_cache, read_adapter
+from rloo_kit.runs.find import find_in_cache, read_adapter
 from rloo_kit.think_tags import QWEN3_IDS, THINK_END, THINK_START
 
 NUM_BYTES = 256

@@ -11,15 +11,15 @@ from typing import Any
 
 from rloo_kit import _stack
 from rloo_kit.collective import main_first
-from rloo_kit.config.model_names import DEFAULT_FAMILY, EMBEDDED_PREFIX
+from rloo_kit.config.checks import GYM_PREFIX, VERIFIERS_PREFIX
+from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import DataSection, SourceSection
-from rloo_kit.data import tasks
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS, is_comparable
 from rloo_kit.data.chat import family_of, prompt_identity, refuse_surrogates, render_prompt
-from rloo_kit.data.gym import GYM_TEST_PROMPTS, first_seed, is_gym, read_gym
 from rloo_kit.data.sources import (
     GYM_PROMPTS,
+    GYM_TEST_PROMPTS,
     Columns,
     DataSource,
     Part,
@@ -32,13 +32,12 @@ from rloo_kit.data.sources import (
     read_hub,
     to_dataset,
 )
-from rloo_kit.data.tasks import Family, find_family, make_rows
-from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.errors import DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
+from rloo_kit.seams import part as load_part
 from rloo_kit.system.processes import say
-from rloo_kit.tools.toolbox import LIBRARY, read_library_rows, tool_schemas
 
-EMBEDDED_PROMPTS = 10_000  # if data.num_prompts is null
+MADE_BY = {EMBEDDED_PREFIX: "families", GYM_PREFIX: "gym", VERIFIERS_PREFIX: "tools"}  # the parts that make rows
 SOURCE_COLUMN = "source"  # names each row's source in a mix
 
 
@@ -112,7 +111,7 @@ def prepare_data(run: RunConfig, tokenizer: Any, rows: Any = None) -> Data:
     """`load_data` without building the datasets, with the same arguments and errors: `train` and `test` are `Side`s.
     Runs in one process only, and without the stack if `needs_stack` is False."""
     family, thinking = family_of(run, tokenizer)
-    schemas = tool_schemas(run)
+    schemas = load_part("tools").tool_schemas(run) if run.rloo.has_tools else None
     sources = [_read_training(run, rows, thinking)]
     if run.data.separate_test:
         sources.append(_read_test(run))
@@ -143,7 +142,7 @@ def needs_stack(run: RunConfig) -> bool:
 
 def is_for_stack(source: str, run: RunConfig, key: str = "data.source") -> bool:
     """Whether only the stack can read a source, which `key` names."""
-    if source.startswith((EMBEDDED_PREFIX, LIBRARY)) or is_gym(source):
+    if source.startswith(tuple(MADE_BY)):
         return False
     try:
         path = find_file(source, run.source, key)
@@ -162,7 +161,7 @@ def _part(run: RunConfig, source: str, entry: int | None = None) -> Part:
         prefix = f"data.sources.{entry}."
         share = _shares([item.weight for item in section.sources or []])[entry]
     needed = compares_with_answers(run) if entry is None else needs_all_answers(run)
-    has_no_marker = is_gym(source) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
+    has_no_marker = source.startswith(GYM_PREFIX) or (entry is not None and source.startswith(EMBEDDED_PREFIX))
     asked = section if (settings.options, settings.curriculum_level) == (None, None) else settings
     return Part(
         source=source,
@@ -221,7 +220,8 @@ def _read_test(run: RunConfig) -> DataSource:
         count_key="data.test_size" if is_counted else "",
         number=0,
     )
-    if part.source not in section.all_sources and any(map(is_gym, section.all_sources)):  # of another task
+    is_gym = any(name.startswith(GYM_PREFIX) for name in section.all_sources)
+    if is_gym and part.source not in section.all_sources:  # of another task
         part = replace(part, options=None, level=None, options_key=key)
     return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
 
@@ -244,7 +244,7 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
         chosen = draw_subset(source, count, f"{section.seed}-{part.number - 1}")
         drawn.append(decide_answers(run, chosen, part))
         details = [part.subset, part.split]
-        if is_gym(part.source):
+        if part.source.startswith(GYM_PREFIX):
             level = None if entry.curriculum_level is None else f"level {entry.curriculum_level}"
             details = [level, json.dumps(entry.options) if entry.options else None]
         is_named_again = section.all_sources.count(part.source) > 1
@@ -259,35 +259,15 @@ def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> D
 
 def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
     """The rows of one source."""
-    if part.source.startswith(EMBEDDED_PREFIX):
-        name, family = find_embedded_family(run, part, thinking)
-        wanted = run.data.num_prompts or min(EMBEDDED_PROMPTS, family.max_rows)
-        # For a mix at most max_rows, since the other sources supply the rest.
-        count = min(wanted, family.max_rows) if run.data.sources else wanted
-        made = read_given_rows(make_rows(family, count, run.data.seed, name), Columns())
-        return replace(made, name=part.source, rows_left=wanted < family.max_rows)
-    if is_gym(part.source):
-        return read_gym(part, first_seed(run.data.seed, part.number))
-    if part.source.startswith(LIBRARY):
-        rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
-        return replace(read_given_rows(rows, Columns()), name=part.source)
+    for prefix, name in MADE_BY.items():
+        if part.source.startswith(prefix):
+            return load_part(name).read_source(run, part, thinking)
     path = find_file(part.source, run.source, part.key)
     if path is None:
         return read_hub(part)
     if path.is_dir():
         return read_folder(path, part)
     return read_data_file(path, part.columns)
-
-
-def find_embedded_family(run: RunConfig, part: Part, thinking: bool) -> tuple[str, Family]:
-    """The name and family of a source `embedded/...`; a model that answers at once gets smaller numbers."""
-    name = part.source.removeprefix(EMBEDDED_PREFIX)
-    if name == DEFAULT_FAMILY and not thinking:
-        return name, tasks.IN_THE_HEAD
-    try:
-        return name, find_family(name)
-    except ConfigError as error:
-        raise DataError(f"{part.key}: {error}") from None
 
 
 def draw_subset(source: DataSource, wanted: int | None, seed: int | str) -> DataSource:

@@ -27,7 +27,7 @@ TAKEN_COLUMNS = (
 )  # fmt: skip
 QUESTION = "question"  # the user's last message; `prompt` is the rendered template
 USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own
-GYM_PROMPTS = 2000  # if data.num_prompts is null
+GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # if data.num_prompts is null; if data.test_size is a share
 IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
 _DECIMAL_COMMA = re.compile(r"[^\w,([{]*\d[\d.]*,\d+[^\d,)\]}]{,12}")  # with a currency or unit
 

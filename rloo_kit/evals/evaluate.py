@@ -23,7 +23,6 @@ from rloo_kit.data.answers import (
     task_of,
 )
 from rloo_kit.data.chat import template_options, thinks
-from rloo_kit.data.gym import GYM_COLUMN
 from rloo_kit.errors import ConfigError, DataError, RlooKitError
 from rloo_kit.evals.win_rate import measure_win_rate
 from rloo_kit.models.policy import Policy
@@ -37,13 +36,14 @@ from rloo_kit.rewarding.signature import weighted_sum
 from rloo_kit.rewarding.worker import close_worker, read_sources
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.rollout.completions import generate_completions
-from rloo_kit.rollout.episodes import ToolUse, make_tool_use
 from rloo_kit.rollout.thinking_budget import close_ids_for, limits_of, make_budget_limits
 from rloo_kit.rollout.types import Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.processes import count_processes, is_distributed, is_main_process, process_index, say
 from rloo_kit.system.user_code import digest_texts
+from rloo_kit.tasks.gym import GYM_COLUMN
 from rloo_kit.think_tags import opens_thinking, split_thinking
+from rloo_kit.tools.episodes import ToolUse, make_tool_use
 from rloo_kit.tools.toolbox import open_toolbox
 
 _Value = TypeVar("_Value")

@@ -5,11 +5,10 @@ from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError, RewardError, describe_error
+from rloo_kit.graders.judge import BASE, NO_COLUMN, Judge, build_judge, task_text
 from rloo_kit.results.evaluation import Evaluation, number_repeats
 from rloo_kit.results.intervals import Measured, paired_difference
 from rloo_kit.rewarding.guard import run_async
-from rloo_kit.rewarding.judge import BASE, NO_COLUMN, Judge, task_text
-from rloo_kit.rewarding.registry import build_judge
 from rloo_kit.rewards.answer import has_no_answer
 from rloo_kit.system.processes import say
 

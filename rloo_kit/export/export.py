@@ -15,11 +15,11 @@ from transformers import AutoConfig
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.load import load_data
+from rloo_kit.demo.embedded import name_built
 from rloo_kit.errors import ConfigError, DataError, ExportError, RunExistsError, SetupError
 from rloo_kit.export import gguf
 from rloo_kit.export.formats import DTYPES, WRITERS, Job, Written, check_adapter, digest, public_name, write_card
 from rloo_kit.export.parity import ENGINE, Reference, check_parity, find_missing, measure_reference
-from rloo_kit.models.embedded import name_built
 from rloo_kit.models.policy import Policy, load_policy, trained_run
 from rloo_kit.models.source import dtype_name, find_source
 from rloo_kit.plan.shapes import find_shape

@@ -6,19 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rloo_kit.runs.files import is_number
 from rloo_kit.system.problems import Problem
 
-LARGEST = 1e150  # largest value of a metric, so that sums and squares stay finite
 LONGEST_LOOK = 500  # values that a rule looks back over, so that the cost per step does not grow with the run
 
 Row = Mapping[str, Any]  # metrics of one logged step, under the trainer's names
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric's value is a finite number of moderate size."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return -LARGEST <= value <= LARGEST  # False for NaN; math.isfinite raises on an integer of 400 digits
 
 
 def logged(rows: Sequence[Row], *names: str) -> list[tuple[int, float]]:

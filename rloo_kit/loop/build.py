@@ -3,13 +3,14 @@
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import trl
 from trl.trainer.utils import disable_dropout_in_model
 
 from rloo_kit._stack import load_stack
+from rloo_kit.completion import Tools
 from rloo_kit.config.checks import find_prompt_problem
 from rloo_kit.config.schema import has_thinking_budget
 from rloo_kit.errors import ConfigError
@@ -22,15 +23,13 @@ from rloo_kit.loop.options import name_settings
 from rloo_kit.loop.step import RLOOStep, StepSettings
 from rloo_kit.models.adapters import find_handover_problem, write_adapter
 from rloo_kit.models.parallel import Parallel
-from rloo_kit.models.vllm import VllmSettings
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Engine
-from rloo_kit.rollout.episodes import make_tool_use
 from rloo_kit.rollout.thinking_budget import limits_of
 from rloo_kit.rollout.types import FOREIGN, Filters
+from rloo_kit.seams import part
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.think_tags import ThinkTags
-from rloo_kit.tools.toolbox import Toolbox
 
 PROMPT_TOKENS = 2048  # room for the prompt in vLLM, unless vllm_max_model_length says otherwise
 
@@ -41,18 +40,15 @@ BYPASSED = (
 
 Settings = TypeVar("Settings")
 
-if TYPE_CHECKING:
-    from rloo_kit.rollout.vllm_engines import ServerSettings
 
-
-def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Toolbox | None = None) -> RLOOStep:
+def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Tools | None = None) -> RLOOStep:
     """The step of a trainer that TRL has built; raises ConfigError or BackendError for options that cannot work."""
     args, tokenizer, parallel = trainer.args, trainer._tokenizer, Parallel(trainer.accelerator)
     limits = limits_of(args, tokenizer, tags)
     tools = None
     if toolbox is not None:
         options, name = trainer.chat_template_kwargs or {}, trainer.model.config.name_or_path
-        tools = make_tool_use(toolbox, tokenizer, args, name, **options)
+        tools = part("episodes").make_tool_use(toolbox, tokenizer, args, name, **options)
         trainer.chat_template_kwargs = {**options, "tools": toolbox.schemas}  # for prompts that TRL renders
     sampler = Sampler(trainer, _build_engine(trainer), limits, parallel, tools)
     settings = choose_settings(trainer, sampler.engine)
@@ -191,7 +187,7 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
         )
     if wanted == "vllm":  # to start it with, if the model was not loaded with it
         longest = args.vllm_max_model_length or trainer.max_completion_length + PROMPT_TOKENS
-        vllm = VllmSettings(
+        vllm = part("vllm").VllmSettings(
             max_tokens=min(longest, model.config.get_text_config().max_position_embeddings),
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             four_bit=getattr(trainer.model, "is_loaded_in_4bit", False),
@@ -211,10 +207,8 @@ def _build_engine(trainer: trl.RLOOTrainer) -> Engine:
     )
 
 
-def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
+def _server_of_trainer(trainer: trl.RLOOTrainer) -> Any:
     """Where the engine "server" samples, and how the policy's adapter gets there."""
-    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
-
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if problem := find_handover_problem(model):
         raise ConfigError(problem)
@@ -225,7 +219,7 @@ def _server_of_trainer(trainer: trl.RLOOTrainer) -> "ServerSettings":
 
     run = f"{socket.gethostname()}:{Path(args.output_dir).resolve()}"  # containers may share path and folder
     vocabulary = model.config.get_text_config().vocab_size
-    return ServerSettings(args.rollout_server_url, folder, hand_over, run, vocabulary)
+    return part("engines").ServerSettings(args.rollout_server_url, folder, hand_over, run, vocabulary)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from trl.data_utils import apply_chat_template
 
-from rloo_kit.completion import Completion, list_episodes
+from rloo_kit.completion import Completion, Tools, list_episodes
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import RunningMoments, combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
@@ -21,10 +21,8 @@ from rloo_kit.rewarding.guard import GuardedReward, reward_name
 from rloo_kit.rewarding.score import make_columns, score
 from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.completions import complete
-from rloo_kit.rollout.engine import Engine, Progress
-from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.rollout.engine import Engine, Episodes, Progress, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
-from rloo_kit.tools.toolbox import Toolbox
 
 
 class Sampler:
@@ -113,7 +111,7 @@ class Rewarder:
     `has_budget`: rewards get the column `thinking_forced`; `toolbox`: has the environments that rewards may look into.
     """
 
-    def __init__(self, trainer: Any, parallel: Parallel, has_budget: bool = False, toolbox: Toolbox | None = None):
+    def __init__(self, trainer: Any, parallel: Parallel, has_budget: bool = False, toolbox: Tools | None = None):
         self.trainer, self.parallel, self.has_budget, self.toolbox = trainer, parallel, has_budget, toolbox
         pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
         self.rewards = [

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 import trl
@@ -22,7 +22,7 @@ from datasets import IterableDataset
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from rloo_kit.collective import gather_objects
+from rloo_kit.completion import Tools
 from rloo_kit.config.checks import SAMPLING_FILTERS, WHY_REFUSED, find_batch_problems, find_option_problems
 from rloo_kit.config.old_names import CONFIG_NAMES, TRAINER_NAMES, translate_config
 from rloo_kit.config.run import RunConfig
@@ -33,15 +33,12 @@ from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.models.adapters import check_model, wrap_for_unsloth
 from rloo_kit.models.backends import keep_values
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.planner import plan_vram
 from rloo_kit.rewarding.guard import guard
 from rloo_kit.rewarding.score import name_columns
 from rloo_kit.rollout.choice import resolve_engine
-from rloo_kit.rollout.types import FOREIGN
-from rloo_kit.sizes import TOKENS_PER_PASS
+from rloo_kit.seams import part
 from rloo_kit.system import environment
-from rloo_kit.system.processes import count_processes, say
-from rloo_kit.tools.toolbox import EnvironmentReward, Toolbox, open_named, tool_schemas
+from rloo_kit.system.processes import count_processes
 
 
 class Option(NamedTuple):
@@ -267,52 +264,26 @@ FURTHER_ARGUMENTS = (
 
 
 def training_arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`."""
+    """Keyword arguments of `RLOOConfig`: from the file, the machine and the backend, with checkpoints in `folder`;
+    without `planned_limits`, those by the memory plan."""
     on_cpu = policy.model.device.type == "cpu"
+    has_schemas = run.rloo.has_tools and part("tools").tool_schemas(run)
     shared = run.rollout.server_adapters  # by several runs; each deletes its leftovers, so each gets a folder
     own_folder = {} if shared is None else {"rollout_server_adapters": str(Path(shared) / run.name)}
     return (
         {"output_dir": str(folder), "disable_tqdm": True, "use_cpu": on_cpu, "dataloader_pin_memory": not on_cpu}
         | run.to_arguments()
         | own_folder
-        | planned_limits(run, policy)
         | precision_flags(run)
         | policy.config_arguments
-        | ({"chat_template_kwargs": template_options(run)} if tool_schemas(run) else {})
+        | ({"chat_template_kwargs": template_options(run)} if has_schemas else {})
     )
-
-
-def planned_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    """`rollout_rows`, and `tokens_per_pass` if memory allows fewer than usual: the smallest plan of all processes."""
-    gathered = gather_objects(_own_limits(run, policy))
-    return {name: min(limits[name] for limits in gathered if name in limits) for name in set().union(*gathered)}
 
 
 def loaded_engine(run: RunConfig, policy: Policy) -> str:
     """The engine that samples; for auto, the one the policy was loaded with, whatever fits next to it now."""
     wanted = str(run.rollout.engine)
     return resolve_engine(wanted, policy.backend, policy.model)[0] if wanted == "auto" else wanted
-
-
-def _own_limits(run: RunConfig, policy: Policy) -> dict[str, int]:
-    try:
-        plan = plan_vram(run, config=policy.model.config.to_dict(), engine=loaded_engine(run, policy))
-    except ConfigError as error:  # left to the out-of-memory handling
-        say(f"memory: {error}")
-        return {}
-    limits = {} if plan.engine.name in FOREIGN else {"rollout_rows": plan.rows}  # those bound their rows themselves
-    if run.rloo.tokens_per_pass is None and plan.tokens_per_pass < TOKENS_PER_PASS[not plan.machine.on_cuda]:
-        limits["tokens_per_pass"] = plan.tokens_per_pass
-    if not plan.fits:
-        say(f"memory: {plan}")
-    elif plan.verdict == "tight":
-        say(f"memory: {plan.sentence}")
-    if plan.fits and "rollout_rows" in limits and plan.rows < plan.completions and run.rollout.rows is None:
-        say(
-            f"memory: {plan.rows} of the {plan.completions} completions of a rollout are generated at once, as many as "
-            f"fit {plan.machine.name} (computed; rollout.rows sets it by hand)"
-        )
-    return limits
 
 
 def precision_flags(run: RunConfig) -> dict[str, bool]:
@@ -324,7 +295,7 @@ def precision_flags(run: RunConfig) -> dict[str, bool]:
 # ------------------------------------------------------------------------------------------------ of the trainer
 
 
-def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> dict[str, Any]:
+def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> dict[str, Any]:
     """Keywords for TRL's constructor; raises ConfigError for arguments that cannot work."""
     arguments = rename_arguments(given)
     rewards = arguments["reward_funcs"]
@@ -373,21 +344,12 @@ def prepare_arguments(given: dict[str, Any], toolbox: Toolbox | None = None) -> 
     return wrap_for_unsloth(arguments)
 
 
-def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Toolbox | None:
+def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Tools | None:
     """The tools of a trainer; None without any. The own reward of a class of environments is added to `named`."""
-    if isinstance(tools, Toolbox):  # a run's, whose rewards have it
-        return tools
-    if tools or factory:
-        toolbox = Toolbox.of(tools or [], factory)
-    elif isinstance(named["args"], RLOOConfig) and (named["args"].tools or named["args"].environment):
-        toolbox = open_named(named["args"], None)
-    else:
+    args = named["args"]
+    if not (tools or factory or (isinstance(args, RLOOConfig) and (args.tools or args.environment))):
         return None
-    if toolbox.owns_reward:
-        rewards = named["reward_funcs"] if named["reward_funcs"] is not None else []
-        rewards = rewards if isinstance(rewards, (list, tuple)) else [rewards]
-        named["reward_funcs"] = [*rewards, EnvironmentReward(toolbox.environment)]
-    return toolbox
+    return cast(Tools, part("tools").make_toolbox(tools, factory, named))
 
 
 def rename_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from rloo_kit.models.vllm import InProcessVllm, vllm_of
 from rloo_kit.system.processes import is_main_process
+
+# By the base model: the vLLM that samples for it in this process (`vllm.in_process`), or why there is none.
+attached: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+_absent: "WeakKeyDictionary[Any, str]" = WeakKeyDictionary()
 
 _MODULES = {"unsloth": "rloo_kit.models.unsloth", "transformers": "rloo_kit.models.transformers"}
 
@@ -20,9 +24,24 @@ def load_backend(name: str) -> Any:
     return import_module(_MODULES[name])
 
 
-def find_vllm(model: Any) -> InProcessVllm | None:
-    """The vLLM that `load_policy` or Unsloth started with `model`; None if there is none."""
-    found = vllm_of(model)
+def base_of(model: Any) -> Any:
+    """The model below an adapter."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def remember_absence(model: Any, reason: str) -> None:
+    """Record why `load_policy` loaded this model without vLLM."""
+    _absent[base_of(model)] = reason
+
+
+def why_without(model: Any) -> str | None:
+    """What `remember_absence` recorded."""
+    return _absent.get(base_of(model))
+
+
+def find_vllm(model: Any) -> Any:
+    """The `InProcessVllm` that `load_policy` or Unsloth started with `model`; None if there is none."""
+    found = attached.get(base_of(model))
     if found is None and getattr(model, "vllm_engine", None) is not None:
         found = load_backend("unsloth").adopt_engine(model)
     return found

@@ -15,15 +15,13 @@ from rloo_kit.config.schema import RolloutSection
 from rloo_kit.data.chat import resolve_family
 from rloo_kit.errors import BackendError, ConfigError, RlooKitError, RunNotFoundError
 from rloo_kit.models.adapters import ADAPTER_ALONE, find_bare_layers, follow_umask
-from rloo_kit.models.backends import find_vllm, load_backend
+from rloo_kit.models.backends import find_vllm, load_backend, remember_absence
 from rloo_kit.models.parallel import Sharding
 from rloo_kit.models.source import bind_padding, check_base, check_config, digest_source, dtype_name, find_source
-from rloo_kit.models.vllm import remember_absence
-from rloo_kit.plan.planner import plan_engine, plan_vllm
-from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.runs.files import read_object, saving, write_json
 from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, RUN_FILE, TRAINED, is_export, origin_of, weights_of
 from rloo_kit.runs.folder import BASE
+from rloo_kit.seams import part
 from rloo_kit.system import environment
 from rloo_kit.system.input_files import from_here
 from rloo_kit.system.memory import return_large_blocks
@@ -225,13 +223,15 @@ def _choose(run: RunConfig, stack: Any) -> tuple[str, str]:
     return "transformers", "model.backend asks for it" if wanted == "transformers" else str(obstacle).partition(";")[0]
 
 
-def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
-    """How vLLM shares the GPU with training (None if the run does not sample through it), and why this engine."""
+def _plan_vllm(run: RunConfig, backend: str) -> tuple[Any, str]:
+    """How vLLM shares the GPU with training (a `VllmPlan`; None: it does not sample), and why this engine."""
     asked = run.rollout.engine == "vllm"
     if not asked and run.rollout.engine != "auto":
         return None, "rollout.engine asks for it"
+    if not asked and not torch.cuda.is_available():
+        return None, "vLLM is chosen for a GPU only"
     try:
-        choice, plan = plan_engine(run), plan_vllm(run)
+        choice, plan = part("plan").plan_engine(run), part("plan").plan_vllm(run)
     except ConfigError as error:  # a model whose memory cannot be computed
         if asked:
             raise BackendError(f"rollout.engine is vllm, but its memory cannot be planned: {error}") from error
@@ -244,7 +244,7 @@ def _plan_vllm(run: RunConfig, backend: str) -> tuple[VllmPlan | None, str]:
     return (plan, choice.reason) if obstacle is None else (None, f"not vLLM: {obstacle}")
 
 
-def _announce(plan: VllmPlan, model: Any) -> None:
+def _announce(plan: Any, model: Any) -> None:
     """Print one line: which vLLM samples, and its planned memory."""
     share = f"{plan.gpu_memory_utilization:.2f} of the GPU, {plan.pool_gib:.2f} GiB for keys and values"
     print(f"vLLM: {find_vllm(model)}{f'; {share}' if model.device.type == 'cuda' else ''}", flush=True)

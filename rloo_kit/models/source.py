@@ -14,10 +14,10 @@ from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import follow_umask
-from rloo_kit.plan.shapes import digest_weights
 from rloo_kit.runs.files import read_object, write_json
-from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, find_stale
+from rloo_kit.runs.find import ADAPTER_CONFIG, MODEL_CONFIG, TRAINED, digest_weights, find_stale
 from rloo_kit.runs.folder import BASE, INPUTS
+from rloo_kit.seams import part
 from rloo_kit.system import environment
 from rloo_kit.system.processes import say
 
@@ -48,14 +48,10 @@ def find_source(run: RunConfig) -> ModelSource:
     folder is missing or not a checkpoint, or the adapter belongs to another model."""
     model = run.model
     if model.is_embedded:
-        from rloo_kit.models.embedded import build
-
         name = model.name.removeprefix("embedded/")
-        source = ModelSource(str(build(name, model.vocabulary, model.build_seed)), model.adapter)
+        source = ModelSource(str(part("demo").build(name, model.vocabulary, model.build_seed)), model.adapter)
     elif model.name in SMOLLM2:
-        from rloo_kit.models.embedded import build_smollm2
-
-        source = ModelSource(str(build_smollm2(model.name)), model.adapter)
+        source = ModelSource(str(part("demo").build_smollm2(model.name)), model.adapter)
     else:
         source = _from_name(model.name, model.adapter)
     if source.is_folder and not (Path(source.base) / MODEL_CONFIG).is_file():
@@ -101,9 +97,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
             f"{folder / ADAPTER_CONFIG} names no base model: set model.name to it and model.adapter={folder}"
         )
     if Path(base).is_absolute() and not Path(base).is_dir():
-        from rloo_kit.models.embedded import rebuild
-
-        rebuilt = rebuild(Path(base).name)
+        rebuilt = part("demo").rebuild(Path(base).name)
         if rebuilt is not None:
             return ModelSource(str(rebuilt), str(folder))
         raise BackendError(

@@ -15,13 +15,12 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter, find_outside
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
-from rloo_kit.models.vllm import VllmSettings, start_vllm
-from rloo_kit.plan.vram_plan import VllmPlan
+from rloo_kit.seams import part
 
 NON_REENTRANT = {"use_reentrant": False}
 
 
-def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[Any, Any]:
     """The model with its adapter, and its tokenizer; with `vllm`, also starts vLLM with a copy of the base. Raises
     BackendError if the settings contradict each other; OSError or ValueError if the checkpoint cannot be read."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -61,12 +60,12 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None
     return model, tokenizer
 
 
-def start_engine(run: RunConfig, model: Any, vllm: VllmPlan) -> None:
+def start_engine(run: RunConfig, model: Any, vllm: Any) -> None:
     """Start vLLM with a copy of the base and the planned memory; raises BackendError if it does not start."""
     settings, on_cuda = run.rollout.vllm, model.device.type == "cuda"
-    start_vllm(
+    part("vllm").start_vllm(
         model,
-        VllmSettings(
+        part("vllm").VllmSettings(
             max_tokens=usable_length(run, model.config),
             gpu_memory_utilization=vllm.gpu_memory_utilization if on_cuda else None,
             max_num_seqs=vllm.max_num_seqs,

@@ -22,15 +22,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
-from rloo_kit.models.vllm import (
-    InProcessVllm,
-    adopt_vllm,
-    find_vllm_problem,
-    is_running,
-    prepare_variables,
-    room_for_rank,
-)
-from rloo_kit.plan.vram_plan import VllmPlan
+from rloo_kit.seams import part
 from rloo_kit.system import environment
 
 ENGINE = "vllm_engine"  # the model's attribute in which Unsloth keeps vLLM
@@ -59,7 +51,7 @@ def unusable(run: RunConfig, stack: Any) -> str | None:
     return None
 
 
-def load(run: RunConfig, source: ModelSource, config: Any, vllm: VllmPlan | None) -> tuple[Any, Any]:
+def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[Any, Any]:
     """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights. Raises BackendError
     if the adapter does not fit; OSError, RuntimeError or ValueError if the checkpoint cannot be read."""
     unsloth: Any = load_stack().unsloth
@@ -208,12 +200,13 @@ def keep_arguments(args: Any, model: Any) -> Iterator[list[str]]:
                 changes.append(_describe(name, ours, found))
 
 
-def adopt_engine(model: Any) -> InProcessVllm:
+def adopt_engine(model: Any) -> Any:
     """Wrap the vLLM that Unsloth loaded with the model's weights, for the kit's engine `vllm`."""
     llm = model.vllm_engine
     folder = tempfile.TemporaryDirectory(prefix="rloo-kit-")  # Unsloth writes the adapter's configuration there, once
     shares = "Unsloth's, which shares the policy's weights; the adapter is passed in memory"
-    return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, folder), shares))
+    vllm = part("vllm")
+    return vllm.adopt_vllm(model, vllm.InProcessVllm(llm, partial(_hand_over, folder), shares))
 
 
 def _hand_over(folder: "tempfile.TemporaryDirectory[str]", model: Any) -> Any:
@@ -235,7 +228,7 @@ def _describe(name: str, ours: Any, unsloths: Any) -> str:
 
 def find_sleep_problem() -> str | None:
     """Why vLLM could not free its memory while the model is trained; None if it can."""
-    if is_running():
+    if part("vllm").is_running():
         return "another model of this process has a vLLM on its weights: restart the kernel and load only this model"
     if environment.STANDBY_VARIABLE in os.environ:
         return None
@@ -245,12 +238,13 @@ def find_sleep_problem() -> str | None:
     )
 
 
-def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
+def _vllm_arguments(run: RunConfig, vllm: Any) -> dict[str, Any]:
     """Arguments that load vLLM on the model's weights; raises BackendError if that is impossible."""
     assert run.model.lora is not None
-    if problem := find_vllm_problem() or find_sleep_problem():
+    in_process = part("vllm")
+    if problem := in_process.find_vllm_problem() or find_sleep_problem():
         raise BackendError(f"rollout.engine is vllm, but {problem}")
-    prepare_variables()
+    in_process.prepare_variables()
     share = vllm.gpu_memory_utilization
     if torch.cuda.is_available():  # Unsloth's is a share of what is free when vLLM is loaded
         free, total = torch.cuda.mem_get_info()
@@ -259,7 +253,7 @@ def _vllm_arguments(run: RunConfig, vllm: VllmPlan) -> dict[str, Any]:
     os.environ.setdefault(MERGED_VARIABLE, "0")  # unset, Unsloth merges adapters of 16-bit models
     return {
         "fast_inference": True,
-        "max_lora_rank": room_for_rank(run.model.lora.r),
+        "max_lora_rank": in_process.room_for_rank(run.model.lora.r),
         "gpu_memory_utilization": share,
         "max_num_seqs": vllm.max_num_seqs,
         "float8_kv_cache": run.rollout.vllm.float8_kv_cache,

@@ -30,9 +30,10 @@ from rloo_kit.plan.parts import (
     unmeasured_gib,
     vllm_weight_bytes,
 )
-from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, read_adapter, shape_of_config
+from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import MEAN_SHARES, describe_step, find_gpu, run_time, step_completions, step_on_cpu_s
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Margin, Remedy, VllmPlan, VramPlan
+from rloo_kit.runs.find import read_adapter
 from rloo_kit.sizes import TOKENS_PER_PASS
 from rloo_kit.system.environment import BACKEND_VARIABLE
 from rloo_kit.system.gpu import GIB, find_gpus

@@ -3,24 +3,20 @@
 Source of the tables: the models' own `config.json`; the 2507 models share the shapes of Qwen3.
 """
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.model_names import RECORD, SMOLLM2
+from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.runs.files import read_object
-from rloo_kit.system.environment import huggingface_home
+from rloo_kit.runs.find import find_in_cache, hub_cache, read_adapter
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
 SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5")  # the same MLP; attention differs by norms, biases, gates, delta nets
-BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 QWEN3_ROWS, QWEN3_5_ROWS, LLAMA3_ROWS = 151936, 248320, 128256
 BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
@@ -225,15 +221,10 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
     if short in NAMED:
         return replace(NAMED[short], is_quantised=is_quantised, source="the published shapes")
     raise ConfigError(
-        f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({_hub_cache()}), nor a "
+        f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({hub_cache()}), nor a "
         "known shape (Qwen3, Qwen3.5, SmolLM3-3B, DeepSeek-R1-Distill), so its memory cannot be planned. Download its "
         f"config.json first: hf download {name} config.json"
     )
-
-
-def read_adapter(folder: str | Path) -> dict[str, Any]:
-    """`adapter_config.json` of an adapter's folder; empty if it cannot be read."""
-    return read_object(Path(folder).expanduser() / "adapter_config.json")
 
 
 def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> ModelShape:
@@ -272,38 +263,3 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         kept=tuple(one.replace(".language_model", "") for one in quantisation.get("llm_int8_skip_modules") or ()),
         source=source,
     )
-
-
-def _hub_cache() -> Path:
-    """The folder of huggingface_hub's downloads."""
-    return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
-
-
-def find_in_cache(name: str) -> Path | None:
-    """`config.json` of a hub id in the cache: of the branch main, or else the newest."""
-    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = ""
-    files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
-    files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
-    return files[-1] if files else None
-
-
-def digest_weights(model: str) -> str:
-    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
-    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
-    folder, cached = Path(os.path.expanduser(model)), find_in_cache(model)
-    folder = cached.parent if cached and not folder.is_dir() else folder
-    if (folder / RECORD).is_file():
-        return folder.name
-    digest, files = hashlib.sha256(), sorted(folder.glob("*model*.safetensors")) or sorted(folder.glob("*model*.bin"))
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with open(file, "rb") as opened:
-            for place in range(0, size, max(BLOCK, size // SAMPLES)):
-                opened.seek(place)
-                digest.update(opened.read(BLOCK))
-    return digest.hexdigest()[:16] if files else ""

@@ -21,7 +21,6 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import thinks
 from rloo_kit.data.load import Data
 from rloo_kit.errors import RlooKitError
-from rloo_kit.loop.training import check_sampling
 from rloo_kit.models.policy import Policy
 from rloo_kit.plan.speed import list_evaluations, step_completions
 from rloo_kit.preflight.probe import WIDER, Probe, draw_rows, run_probe, time_tokens, try_tools
@@ -30,6 +29,7 @@ from rloo_kit.system.console import fill_text, format_seconds
 from rloo_kit.system.problems import Problem, catching
 from rloo_kit.system.processes import is_distributed, is_main_process, keep_random_numbers, say
 from rloo_kit.tools.toolbox import open_toolbox
+from rloo_kit.training.rloo import check_sampling
 
 
 def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: list[Any]) -> Preflight:

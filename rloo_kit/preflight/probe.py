@@ -30,7 +30,7 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import describe_call, list_steps
-from rloo_kit.rewarding.registry import REGISTRY
+from rloo_kit.rewarding.registry import REGISTRY, find_factory
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.choice import prefer_engine
 from rloo_kit.rollout.engine import Engine
@@ -313,7 +313,7 @@ def _advise(rate: float | None) -> str:
 def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
     """A warning where no answer is right, and the only rewards that differ do not depend on the task."""
     found = {name: one for name, one in measures.rewards.items() if run.reward_weights.get(name, 1)}
-    blind = {name for name, one in REGISTRY.items() if "answer" not in getattr(one, "needs", ("answer",))}
+    blind = {name for name in REGISTRY if "answer" not in getattr(find_factory(name), "needs", ("answer",))}
     paid, own = ([name for name in found if found[name].differs and name not in left] for left in ((), blind))
     others = [one.mean for name, one in found.items() if not one.differs and name not in blind]
     is_wrong = measures.pass_rate == 0.0

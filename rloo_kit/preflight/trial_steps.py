@@ -18,7 +18,6 @@ from rloo_kit._stack import load_stack
 from rloo_kit.checks.preflight_result import Measures
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection
-from rloo_kit.loop.memory_watch import MemoryPeak
 from rloo_kit.loop.options import RLOOConfig, loaded_engine, precision_flags, training_arguments
 from rloo_kit.loop.trainer import RLOOTrainer
 from rloo_kit.models.adapters import drop_reference
@@ -30,6 +29,7 @@ from rloo_kit.rollout.types import FOREIGN, Rollout
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 from rloo_kit.tools.toolbox import open_toolbox
+from rloo_kit.training.memory_watch import MemoryPeak, planned_limits
 
 Tell = Callable[[str], None]  # shows a line
 # Share of the weights with a gradient that move: below the first an error, below the second a warning.
@@ -253,7 +253,7 @@ def make_trainer(
     was_training = policy.model.training
     with tempfile.TemporaryDirectory(prefix="rloo-kit-preflight-") as folder:
         Path(folder).chmod(0o755)  # a server that loads the adapter from here may run as another user
-        arguments = training_arguments(run, policy, Path(folder))
+        arguments = training_arguments(run, policy, Path(folder)) | planned_limits(run, policy)
         arguments |= {"resample_rounds": 0, "save_strategy": "no", "report_to": "none", **(changed or {})}
         trainer = None
         try:

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from rloo_kit.errors import RunNotFoundError
 from rloo_kit.health.rules import Context
-from rloo_kit.health.series import LEVELS, Judgement, is_number, judge_metrics
+from rloo_kit.health.series import LEVELS, Judgement, judge_metrics
 from rloo_kit.health.watch import HealthWatch
 from rloo_kit.results.changes import Comparison, compare, find_changes
 from rloo_kit.results.evaluation import Evaluation, merge_rows, named_sides
 from rloo_kit.results.pages import TONES
 from rloo_kit.results.plots import SMOOTH_FROM, first_and_last, format_value, mean_window, select_charts, split_time
 from rloo_kit.results.verdict import Verdict, judge_run, load_evaluation, load_result
+from rloo_kit.runs.files import is_number
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text

@@ -12,10 +12,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rloo_kit.health.rules import REWARD_MEAN, RULES, Finding
-from rloo_kit.health.series import Row, is_number, logged
+from rloo_kit.health.series import Row, logged
 from rloo_kit.results.changes import HeldOut
 from rloo_kit.results.evaluation import Evaluation, name_of, named_sides, says_nothing
 from rloo_kit.results.intervals import Measured
+from rloo_kit.runs.files import is_number
 
 WIDTH, HEIGHT = 360, 200  # of the viewBox; a panel is shown at about this size in pixels
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 14, 30

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, RunNotFoundError
-from rloo_kit.health.series import is_number
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.pages import show_text
+from rloo_kit.runs.files import is_number
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.rollouts import read_rollouts, read_step
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text

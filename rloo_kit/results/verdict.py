@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.health.rules import ANSWERS, REWARD_MEAN, Context, Finding
-from rloo_kit.health.series import CEILING, CLIPPED, Series, at_ceiling, is_number
+from rloo_kit.health.series import CEILING, CLIPPED, Series, at_ceiling
 from rloo_kit.health.watch import examine
 from rloo_kit.results.changes import Change, change_of
 from rloo_kit.results.evaluation import (
@@ -23,7 +23,7 @@ from rloo_kit.results.evaluation import (
     setting_differences,
     shared_measures,
 )
-from rloo_kit.runs.files import read_object
+from rloo_kit.runs.files import is_number, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import fill_text, plain_prompt

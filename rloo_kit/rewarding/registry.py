@@ -11,33 +11,25 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
 from rloo_kit.data.chat import family_of
 from rloo_kit.errors import ConfigError, RewardError, TokenizerError
-from rloo_kit.rewarding.code import CodeReward
 from rloo_kit.rewarding.guard import NamedAsyncReward, NamedReward, is_async, log_names, refuse_judges_name
-from rloo_kit.rewarding.judge import Judge, JudgeReward
-from rloo_kit.rewarding.scoring_model import RewardModel
 from rloo_kit.rewarding.signature import PASSED, check_signature, nearest
-from rloo_kit.rewarding.verifier import MathAnswerReward, ReasoningGymScore
 from rloo_kit.rewarding.worker import WorkerReward
+from rloo_kit.seams import REWARDS, part, resolve
 from rloo_kit.system.input_files import find_input, find_target
 from rloo_kit.system.processes import say
 from rloo_kit.think_tags import THINK_END, bind_think_tags
-from rloo_kit.tools.toolbox import EnvironmentReward, open_toolbox
 
-REGISTRY: dict[str, Callable[..., Any]] = {
+REGISTRY: dict[str, Callable[..., Any] | str] = {  # by name: a class, or where it is
     "thinking_reward": rewards.ThinkingReward,
     "length_reward": rewards.LengthReward,
     "answer_reward": rewards.AnswerReward,
-    "math_answer_reward": MathAnswerReward,
-    "reasoning_gym_score": ReasoningGymScore,
-    "code_reward": CodeReward,
     "think_format_reward": rewards.ThinkFormatReward,
     "thinking_budget_reward": rewards.ThinkingBudgetReward,
     "relative_length_penalty": rewards.RelativeLengthPenalty,
     "soft_overlong_penalty": rewards.SoftOverlongPenalty,
     "repetition_penalty": rewards.RepetitionPenalty,
     "missing_eos_penalty": rewards.MissingEosPenalty,
-    "reward_model": RewardModel,
-    "judge_reward": JudgeReward,
+    **REWARDS,
 }
 BOUND_ONLY = ("decode", "timeout_s", "folder", "run")  # parameters that come from the run, never from `params`
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")  # Qwen3 models stop at either
@@ -66,8 +58,7 @@ def build_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
 
 def make_rewards(run: RunConfig, tokenizer: Any) -> list[NamedReward]:
     """`build_rewards` without the printed line."""
-    toolbox = open_toolbox(run)
-    extra = [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
+    extra = part("tools").own_rewards(run) if run.rloo.has_tools else []
     if not run.rewards and not extra:
         raise ConfigError("rewards is empty; a run needs at least one, for example - {name: answer_reward}")
     made = [build_reward(run, tokenizer, entry, f"rewards.{index}") for index, entry in enumerate(run.rewards)] + extra
@@ -86,8 +77,9 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
-    accepted = inspect.signature(REGISTRY[entry.name]).parameters
-    _check_params(key, entry, [name for name in accepted if name not in BOUND_ONLY])
+    factory = find_factory(entry.name)
+    accepted = inspect.signature(factory).parameters
+    check_params(key, entry, [name for name in accepted if name not in BOUND_ONLY])
     vocab = tokenizer.get_vocab()
     end_ids = [tokenizer.eos_token_id, *(vocab.get(token) for token in END_TOKENS)]
     bound: dict[str, Any] = {
@@ -97,13 +89,20 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
         "max_completion_length": run.rloo.max_completion_length,
         "decode": functools.partial(tokenizer.decode, skip_special_tokens=True),
         "timeout_s": entry.timeout_s,
-        **_judges(run),
+        "folder": run.outputs,  # of a judge's cache
+        "run": run.run.name or "",  # whose budget a judge spends
     }
     thinking = entry.params.get("thinking", bound["thinking"] if "thinking" in accepted else True)
     if "think_end_id" in accepted:
         _check_tag(key, entry, bound["think_end_id"], required=thinking is not False)
     values = {name: value for name, value in bound.items() if name in accepted and value is not None}
-    return _construct(run, key, entry.name, values | entry.params)
+    return construct(run, key, entry.name, factory, values | entry.params)
+
+
+def find_factory(name: str) -> Callable[..., Any]:
+    """The class of a registered reward; a part's is loaded now."""
+    registered = REGISTRY[name]
+    return resolve(registered) if isinstance(registered, str) else registered
 
 
 def check_reward_name(key: str, name: str) -> None:
@@ -113,22 +112,8 @@ def check_reward_name(key: str, name: str) -> None:
         raise ConfigError(f"{key}.name: there is no reward '{name}'{near} Known: {', '.join(REGISTRY)}; {OWN}")
 
 
-def build_judge(run: RunConfig) -> Judge:
-    """The judge of `eval.judge`; raises ConfigError like `build_rewards`."""
-    assert run.eval.judge is not None
-    entry = RewardSection(name="judge", params=run.eval.judge.params)
-    takes = [name for name in inspect.signature(Judge).parameters if name not in (*BOUND_ONLY, "mode", "scale")]
-    _check_params("eval.judge", entry, takes)
-    return _construct(run, "eval.judge", entry.name, _judges(run) | entry.params)
-
-
-def _judges(run: RunConfig) -> dict[str, Any]:
-    """What a judge needs of the run: where the cache is, and whose budget it spends."""
-    return {"folder": run.outputs, "run": run.run.name or ""}
-
-
-def _construct(run: RunConfig, key: str, name: str, values: dict[str, Any]) -> Any:
-    factory = REGISTRY.get(name, Judge)
+def construct(run: RunConfig, key: str, name: str, factory: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """A reward or a judge of the run; raises ConfigError for a parameter that it refuses. `key` names the entry."""
     if values.get("template") is not None:
         near = run.source and run.source.parent
         values["template"] = str(find_input(str(values["template"]), f"{key}.params.template", near))
@@ -138,7 +123,8 @@ def _construct(run: RunConfig, key: str, name: str, values: dict[str, Any]) -> A
         raise ConfigError(f"{key}.params: {name} cannot be built: {error}") from None
 
 
-def _check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
+def check_params(key: str, entry: RewardSection, takes: list[str]) -> None:
+    """Refuse parameters of an entry that are not in `takes`."""
     for name in entry.params:
         if name not in takes:
             offered = f"It takes {', '.join(takes)}" if takes else "It takes none"
@@ -172,7 +158,7 @@ def _build_worker(key: str, entry: RewardSection, run: RunConfig, tokenizer: Any
     try:
         accepted = reward.load()
         if not accepted.anything:
-            _check_params(key, entry, [name for name in accepted.names if name not in PASSED])
+            check_params(key, entry, [name for name in accepted.names if name not in PASSED])
         if "think_end_id" in accepted.names and tokenizer is not None:
             end_id, is_given = bind_think_tags(tokenizer).end_id, "think_end_id" in entry.params
             _check_tag(key, entry, end_id, required="think_end_id" in accepted.required and not is_given)

@@ -6,13 +6,12 @@ For the loop, held-out evaluations, the judge of answers and the check before a 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rloo_kit.completion import Completion, list_episodes
+from rloo_kit.completion import Completion, Tools, list_episodes
 from rloo_kit.rewarding.guard import GuardedReward, Scored
 from rloo_kit.rewarding.signature import CONVENTION, NOT_PASSED
-from rloo_kit.tools.toolbox import Toolbox
 
 
-def name_columns(dataset: Iterable[str], has_budget: bool, toolbox: Toolbox | None) -> list[str]:
+def name_columns(dataset: Iterable[str], has_budget: bool, toolbox: Tools | None) -> list[str]:
     """The names of the columns that `make_columns` makes of a dataset's, without the convention's arguments."""
     names = [name for name in dataset if name not in (*CONVENTION, *NOT_PASSED)]
     if has_budget:
@@ -22,7 +21,7 @@ def name_columns(dataset: Iterable[str], has_budget: bool, toolbox: Toolbox | No
     return names
 
 
-def make_columns(completions: Sequence[Completion], has_budget: bool, toolbox: Toolbox | None) -> dict[str, list[Any]]:
+def make_columns(completions: Sequence[Completion], has_budget: bool, toolbox: Tools | None) -> dict[str, list[Any]]:
     """What rewards get of completions, by name: the convention's arguments, the dataset's columns and, with a thinking
     budget, `thinking_forced`; with tools `completion_mask` (0 for a tool's result), `turns` (its messages) and
     `environments`.

@@ -6,20 +6,17 @@ and returns the model's own ids.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import find_handover_problem
-from rloo_kit.models.backends import find_other_layers, find_vllm, load_backend
-from rloo_kit.models.vllm import VllmSettings, find_vllm_problem, start_vllm, why_without
+from rloo_kit.models.backends import find_other_layers, find_vllm, load_backend, why_without
 from rloo_kit.rollout.engine import Engine, Sampling
 from rloo_kit.rollout.generate import GenerateEngine
 from rloo_kit.rollout.native import NativeEngine, walks_layers
 from rloo_kit.rollout.types import WHOLE, Filters
-
-if TYPE_CHECKING:
-    from rloo_kit.rollout.vllm_engines import ServerSettings
+from rloo_kit.seams import part
 
 NATIVE_REASON = "no padding, and rows that have ended are dropped"
 USUAL_TOKENS = 8192  # of a prompt and its completion, if no setting gives a limit
@@ -63,7 +60,7 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
     if wanted == "vllm" and find_vllm(model) is None:
         if problem := find_handover_problem(model):
             raise BackendError(problem)
-        problem = find_vllm_problem()
+        problem = part("vllm").find_vllm_problem()
         if problem is None and is_unsloth:
             problem = "Unsloth loaded the model without it: load it again, by load_policy or with fast_inference=True"
         if problem:
@@ -75,8 +72,8 @@ def resolve_engine(wanted: str, backend: str, model: Any) -> tuple[str, str]:
 def _find_own_generate(model: Any) -> str | None:
     """The module of a `generate` that was patched, on the model or on a class, or that its class defines, which the
     native loop would bypass; None if it is transformers' own."""
-    for part in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
-        function: Any = getattr(part, "generate", None)
+    for owner in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
+        function: Any = getattr(owner, "generate", None)
         while function is not None:  # a decorator may hide the function it wraps, or be the patch
             module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
             if not any(module == name or module.startswith(f"{name}.") for name in PLAIN):
@@ -116,8 +113,8 @@ def build_engine(
     end_ids: Sequence[int],
     pad_id: int,
     rows: int | None = None,
-    server: "ServerSettings | None" = None,
-    vllm: VllmSettings | None = None,
+    server: Any = None,
+    vllm: Any = None,
     filters: Filters = WHOLE,
     say: Callable[[str], None] = print,
 ) -> Engine:
@@ -128,8 +125,8 @@ def build_engine(
         engine: `rollout.engine`: auto, native, generate, vllm or server.
         backend: "unsloth" or "transformers", whichever loaded the model.
         temperature, end_ids, rows, filters, say: see `Sampling`. pad_id: pads rows; it never reaches a result.
-        server: where the engine "server" samples, and how it gets the adapter.
-        vllm: settings to start vLLM with for the engine "vllm", unless the model was loaded with it.
+        server: the `ServerSettings` of the engine "server": where it samples, and how it gets the adapter.
+        vllm: `VllmSettings` to start vLLM with for the engine "vllm", unless the model was loaded with it.
     """
     sampling = Sampling(temperature, tuple(end_ids), rows, filters, say)
     name, reason = resolve_engine(engine, backend, model)
@@ -138,13 +135,12 @@ def build_engine(
         return NativeEngine(model, mode, reason, sampling)
     if name == "generate":
         return GenerateEngine(model, mode, reason, sampling, pad_id)
-    from rloo_kit.rollout.vllm_engines import ServerEngine, VllmEngine  # loads an HTTP client
-
     if name == "vllm":
         if (started := find_vllm(model)) is None:
             positions = model.config.get_text_config().max_position_embeddings
-            started = start_vllm(model, vllm or VllmSettings(min(USUAL_TOKENS, positions)))
-        return VllmEngine(model, started, sampling)
+            settings = vllm or part("vllm").VllmSettings(min(USUAL_TOKENS, positions))
+            started = part("vllm").start_vllm(model, settings)
+        return part("engines").VllmEngine(model, started, sampling)
     if server is None:
         raise BackendError("rollout.engine is server, but no server was named: set rollout.server_url=http://host:port")
-    return ServerEngine(server, reason, sampling)
+    return part("engines").ServerEngine(server, reason, sampling)

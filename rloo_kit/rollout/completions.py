@@ -17,9 +17,9 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.models.adapters import ADAPTER_ALONE, NO_ADAPTER, follow_umask, is_switched_off
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.choice import build_engine
-from rloo_kit.rollout.engine import Engine, OnTokens, Progress
-from rloo_kit.rollout.episodes import Episodes, ToolUse
+from rloo_kit.rollout.engine import Engine, Episodes, OnTokens, Progress, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.seams import part
 from rloo_kit.system.processes import is_distributed
 from rloo_kit.think_tags import count_closing, count_thinking
 
@@ -189,8 +189,6 @@ def _open_engine(
 @contextmanager
 def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     """Where the engine "server" samples, with a folder for this call's adapter."""
-    from rloo_kit.rollout.vllm_engines import ServerSettings  # loads an HTTP client
-
     if not hasattr(policy.model, "peft_config"):
         raise ConfigError(NO_ADAPTER)
 
@@ -207,7 +205,7 @@ def _server_settings(policy: Policy, rollout: RolloutSection) -> Iterator[Any]:
     with nullcontext(shared) if shared is not None else tempfile.TemporaryDirectory(prefix="rloo-kit-") as folder:
         if shared is None:
             Path(folder).chmod(0o755)  # the server may run as another user
-        yield ServerSettings(str(rollout.server_url), Path(folder), hand_over, name, vocabulary)
+        yield part("engines").ServerSettings(str(rollout.server_url), Path(folder), hand_over, name, vocabulary)
 
 
 def find_end_ids(policy: Policy) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rloo_kit.completion import Episode
 from rloo_kit.gradient.packing import without_cudnn
 from rloo_kit.rollout.types import WHOLE, CompletionState, Filters, Limits, Rollout
 
@@ -29,6 +30,23 @@ class Dialogue(Protocol):
     def read(self, number: int, reply: "Future[Any]", room: int) -> list[int]:
         """The ids between the turn and the next one, of which there are fewer than `room`; empty if the completion is
         over. `reply`: from `ask`, arrived."""
+
+
+class Episodes(Dialogue, Protocol):
+    """The dialogue of one batch of completions with a run's tools (`tools.episodes.Episodes`). `prompts`: of its rows,
+    with the observations that begin the episodes."""
+
+    prompts: list[Any]
+
+    def finish(self, rollout: Rollout) -> list[Episode]:
+        """What happened in each completion."""
+
+
+class ToolUse(Protocol):
+    """What completions may call, for `complete`; `tools.episodes.make_tool_use` makes one."""
+
+    def begin(self, rows: Sequence[dict[str, Any]]) -> Episodes:
+        """Start an episode for each row of the dataset."""
 
 
 @dataclass(frozen=True)

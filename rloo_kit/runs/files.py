@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIGNS_OF_A_FULL_DISK = (*map(os.strerror, _FULL), "PytorchStreamWriter failed writing", " requested and ")
+LARGEST = 1e150  # largest value of a metric, so that sums and squares stay finite
 _locks: "WeakSet[IO[str]]" = WeakSet()
 _changed = threading.Condition()
 _running: list[Path] = []
@@ -124,6 +125,13 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric's value is a finite number of moderate size."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return -LARGEST <= value <= LARGEST  # False for NaN; math.isfinite raises on an integer of 400 digits
 
 
 def is_count(value: Any) -> TypeGuard[int]:

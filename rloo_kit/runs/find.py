@@ -1,21 +1,26 @@
-"""Finds a run by its folder, its config or an export, and its trained weights."""
+"""Finds a run by its folder, its config or an export; its trained weights, and those of a model on this machine."""
 
+import hashlib
+import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from rloo_kit.config.model_names import RECORD
 from rloo_kit.config.run import THINKING_LENGTH, RunConfig, load_config
 from rloo_kit.config.section import apply_override, explain_errors
 from rloo_kit.config.yaml_files import dump_yaml
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.runs.files import read_object
 from rloo_kit.runs.reader import RunReader
+from rloo_kit.system.environment import huggingface_home
 from rloo_kit.system.input_files import from_here
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 TRAINED = "trained.json"  # with saved weights: digest of their base; in a run also its id and steps
+BLOCK, SAMPLES = 4096, 1024  # bytes, and places in each file of weights, for a digest
 
 
 def find_run(source: str | Path, *overrides: str) -> RunConfig:
@@ -140,3 +145,43 @@ def origin_of(source: str | Path, *overrides: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain_errors(error, RunConfig)) from None
+
+
+def read_adapter(folder: str | Path) -> dict[str, Any]:
+    """`adapter_config.json` of an adapter's folder; empty if it cannot be read."""
+    return read_object(Path(folder).expanduser() / "adapter_config.json")
+
+
+def hub_cache() -> Path:
+    """The folder of huggingface_hub's downloads."""
+    return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
+
+
+def find_in_cache(name: str) -> Path | None:
+    """`config.json` of a hub id in the cache: of the branch main, or else the newest."""
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = ""
+    files = [path for path in folder.glob("snapshots/*/config.json") if path.is_file()]
+    files.sort(key=lambda path: (path.parent.name == commit, path.stat().st_mtime))
+    return files[-1] if files else None
+
+
+def digest_weights(model: str) -> str:
+    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
+    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
+    folder, cached = Path(os.path.expanduser(model)), find_in_cache(model)
+    folder = cached.parent if cached and not folder.is_dir() else folder
+    if (folder / RECORD).is_file():
+        return folder.name
+    digest, files = hashlib.sha256(), sorted(folder.glob("*model*.safetensors")) or sorted(folder.glob("*model*.bin"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with open(file, "rb") as opened:
+            for place in range(0, size, max(BLOCK, size // SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(BLOCK))
+    return digest.hexdigest()[:16] if files else ""

@@ -5,9 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.health.series import is_number
 from rloo_kit.runs.checkpoints import Checkpoint, list_checkpoints
-from rloo_kit.runs.files import is_count, read_object, read_rows
+from rloo_kit.runs.files import is_count, is_number, read_object, read_rows
 
 ID_LINE = b"# rloo-kit run "  # the start of config.yaml's first line; the run's id follows
 STATES = ("running", "finished", "interrupted", "failed")

@@ -11,14 +11,16 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, validate_call
 
+from rloo_kit.config.checks import VERIFIERS_PREFIX
 from rloo_kit.config.run import RunConfig
+from rloo_kit.data.sources import Columns, DataSource, Part, read_given_rows
 from rloo_kit.errors import ConfigError, DataError, RewardError, WholeBatchError, describe_error, excerpt, shorten
 from rloo_kit.system.input_files import find_target
 from rloo_kit.system.isolation import LateError, Worker, worker_environment
@@ -32,7 +34,6 @@ from rloo_kit.system.user_code import (
     read_files,
 )
 
-LIBRARY = "verifiers/"  # prefix of environments of the package `verifiers`
 START_TIMEOUT_S = 120.0  # to start the interpreter and import the tools
 LONGEST_RESULT = 100_000  # characters that leave the process
 # Public methods that the kit calls, with their arguments; they are not offered to the model.
@@ -273,17 +274,17 @@ def open_host(tools: list[str], environment: str | None, folders: list[str]) -> 
     """Import the tools and the environment; returns what `Toolbox` says of them."""
     global _host
     factory: Callable[[], Any] | None = None
-    if environment is not None and environment.startswith(LIBRARY):
+    if environment is not None and environment.startswith(VERIFIERS_PREFIX):
         from rloo_kit.tools.verifiers_env import VerifiersEnvironment  # loads the package
 
-        factory = functools.partial(VerifiersEnvironment, environment.removeprefix(LIBRARY))
+        factory = functools.partial(VerifiersEnvironment, environment.removeprefix(VERIFIERS_PREFIX))
     elif environment is not None:
         factory = import_target(environment, folders)
     try:
         _host = ToolHost([import_target(tool, folders) for tool in tools], factory)
     except ConfigError as error:
         raise RewardError(str(error)) from None
-    if environment is not None and environment.startswith(LIBRARY):
+    if environment is not None and environment.startswith(VERIFIERS_PREFIX):
         _host.environment = environment
     return {name: getattr(_host, name) for name in ("schemas", "environment", "owns_reward", "responds")}
 
@@ -444,11 +445,17 @@ class EnvironmentView:
         return PlainState, (self.__toolbox.ask(self.__number, "view", []).result(),)
 
 
+def read_source(run: RunConfig, part: Part, thinking: bool) -> DataSource:
+    """The tasks of a source `verifiers/NAME` of a run."""
+    rows = read_library_rows(part.source, part.count, run.rloo.tool_env)
+    return replace(read_given_rows(rows, Columns()), name=part.source)
+
+
 def read_library_rows(source: str, count: int | None, env: Sequence[str]) -> list[dict[str, Any]]:
     """The tasks of `verifiers/NAME` as rows, read in a process of their own; raises DataError."""
     from rloo_kit.tools.verifiers_env import read_verifiers_rows  # the process loads the package
 
-    read = read_verifiers_rows, source.removeprefix(LIBRARY), count
+    read = read_verifiers_rows, source.removeprefix(VERIFIERS_PREFIX), count
     with closing(Worker(source, worker_environment(env))) as worker:
         try:
             return list(worker.call(*read, timeout_s=START_TIMEOUT_S, name=f"reading {source}"))
@@ -464,6 +471,24 @@ class EnvironmentReward:
 
     def __call__(self, environments: list[Any], turns: list[Any], **columns: Any) -> list[float]:
         return [own_reward(*pair) for pair in zip(environments, turns, strict=True)]
+
+
+def own_rewards(run: RunConfig) -> list[EnvironmentReward]:
+    """The reward of the run's environment, if it has one."""
+    toolbox = open_toolbox(run)
+    return [EnvironmentReward(toolbox.environment)] if toolbox is not None and toolbox.owns_reward else []
+
+
+def make_toolbox(tools: Any, factory: Any, named: dict[str, Any]) -> Toolbox:
+    """The tools of a trainer that was given some. The own reward of a class of environments is added to `named`."""
+    if isinstance(tools, Toolbox):  # a run's, whose rewards have it
+        return tools
+    toolbox = Toolbox.of(tools or [], factory) if tools or factory else open_named(named["args"], None)
+    if toolbox.owns_reward:
+        rewards = named["reward_funcs"] if named["reward_funcs"] is not None else []
+        rewards = rewards if isinstance(rewards, (list, tuple)) else [rewards]
+        named["reward_funcs"] = [*rewards, EnvironmentReward(toolbox.environment)]
+    return toolbox
 
 
 def open_toolbox(run: RunConfig) -> Toolbox | None:

@@ -55,8 +55,8 @@ def test_a_sound_run_has_none(place: Path, keys: tuple[str, ...], text: str) -> 
 def test_a_reward_model_is_looked_at_however_it_is_named(place: Path) -> None:
     """A policy from the hub has no tokenizer yet at the first start, and is downloaded before the rewards are built; of
     `kit.train(run, policy, data, [RewardModel(...)])` the run's configuration does not name the model."""
+    from rloo_kit.graders.scoring_model import RewardModel
     from rloo_kit.rewarding.guard import NamedReward
-    from rloo_kit.rewarding.scoring_model import RewardModel
 
     two = next(one for one in FAULTS if one.name == "a reward model with two outputs")
     (found,) = find_reward_faults(load_config(prepare(place, two), *two.overrides), None, True, None)

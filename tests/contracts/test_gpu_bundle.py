@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rloo_kit
-from rloo_kit.models.embedded import RECIPES, RECORD
+from rloo_kit.demo.embedded import RECIPES, RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_bundle.py"

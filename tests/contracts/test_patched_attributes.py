@@ -11,7 +11,7 @@ KIT = Path(__file__).resolve().parents[2] / "rloo_kit"
 # reason. Settings that a library documents (`padding_side`, `requires_grad`, `should_save`, ...) are not patches.
 PATCHED_ATTRIBUTES = {
     "_stack.py: logger.addFilter": "transformers warns at the first decoding of an option that it ignores",
-    "models/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
+    "demo/cold_start.py: full.generation_config._from_model_config": "else loading drops the second end token",
     "export/loaders.py: module.support_avx512bf16_for_cpu": "as in models/transformers.py, for a checking process",
     "gradient/logprobs.py: head.forward": "for one call: the head scores states instead of computing all logits",
     "gradient/logprobs.py: model.forward": "one model instance takes calls for scores; others pass through unchanged",
@@ -25,15 +25,15 @@ PATCHED_ATTRIBUTES = {
     "models/unsloth.py: request.lora_tensors": "copies: vLLM would scale the adapter's own tensors in place",
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",
-    "models/vllm.py: logger.addFilter": "transformers mistakes vLLM's process group for a run without a launcher",
-    "models/vllm.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it with a function that does nothing",
+    "vllm/in_process.py: logger.addFilter": "transformers mistakes vLLM's process group for a run without a launcher",
+    "vllm/in_process.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it by one that does nothing",
     "system/user_code.py: sys.modules[name]": "a user's file as a module, which dataclasses look up there",
     "system/user_code.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
     "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
-    "rewarding/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
+    "graders/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
     "system/processes.py: logger.addFilter": "one message per run instead of one per process",
 }
 # Attributes that the libraries document as settings, by what they are set on.
@@ -57,18 +57,18 @@ SETTINGS = {
 # the module that is made for tqdm, the config's notes; a config that Unsloth changed, restored to the user's values.
 OWN = {
     "config/run.py: setattr(config.model, key)", "config/run.py: setattr(owner, key)",
-    "models/embedded.py: tokenizer.eos_token",
-    "models/embedded.py: tokenizer.model_max_length", "models/embedded.py: settings.eos_token_id",
-    "models/embedded.py: tokenizer.clean_up_tokenization_spaces",
+    "demo/embedded.py: tokenizer.eos_token",
+    "demo/embedded.py: tokenizer.model_max_length", "demo/embedded.py: settings.eos_token_id",
+    "demo/embedded.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
-    "loop/options.py: error.args", "loop/training.py: arguments.is_from_file", "loop/options.py: args._carried",
+    "loop/options.py: error.args", "training/rloo.py: arguments.is_from_file", "loop/options.py: args._carried",
     "loop/options.py: setattr(cls, name)", "loop/options.py: RLOOConfig.__signature__",
     "models/backends.py: config._changes", "models/unsloth.py: setattr(config, name)",
     "models/unsloth.py: setattr(args, name)", "system/user_code.py: parent.__path__",
     "system/console.py: module.__spec__", "tools/verifiers_env.py: tool.__doc__",
-    "tools/verifiers_env.py: tool.__annotations__", "rewarding/jailed.py: sys.modules[name]",
-    "rewarding/crossing.py: function.__doc__", "rewarding/crossing.py: function.__qualname__",
-    "rewarding/code_tests.py: test.decorator_list", "rewarding/code_tests.py: node.decorator_list",
+    "tools/verifiers_env.py: tool.__annotations__", "graders/jailed.py: sys.modules[name]",
+    "graders/crossing.py: function.__doc__", "graders/crossing.py: function.__qualname__",
+    "graders/code_tests.py: test.decorator_list", "graders/code_tests.py: node.decorator_list",
 }  # fmt: skip
 
 

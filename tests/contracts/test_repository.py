@@ -114,7 +114,7 @@ def test_no_package_shadows_a_library() -> None:
 # Files in another format than text, of the kernel, or between two processes of the kit.
 OTHER_WRITERS = {
     "cli.py: os.fdopen", "export/loaders.py: write_text", "export/parity.py: write_text", "export/parity.py: open",
-    "loop/memory_watch.py: write_text", "models/embedded.py: write_bytes", "rewarding/jailed.py: open",
+    "training/memory_watch.py: write_text", "demo/embedded.py: write_bytes", "graders/jailed.py: open",
     "runs/files.py: open", "system/isolation.py: write_text", "system/processes.py: open",
 }  # fmt: skip
 

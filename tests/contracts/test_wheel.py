@@ -51,7 +51,7 @@ def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repositor
     (work / "rewards.py").write_text(REWARDS, encoding="utf-8")
     config = (repository / "configs" / "arithmetic_thinking.yaml").read_text(encoding="utf-8")
     (work / "run.yaml").write_text(config, encoding="utf-8")
-    build = "from rloo_kit.models.embedded import build; print(build(steps=2, report=lambda line: None))"
+    build = "from rloo_kit.demo.embedded import build; print(build(steps=2, report=lambda line: None))"
     model = run(python, "-c", build, cwd=work).strip()
     small = ["rloo.num_generations=2", "rloo.per_device_train_batch_size=4", "rloo.max_completion_length=8"]
     small += ["data.num_prompts=8", "data.test_size=4"]

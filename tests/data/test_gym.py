@@ -8,12 +8,12 @@ import datasets
 import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.data import gym
-from rloo_kit.data.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
 from rloo_kit.data.load import load_data, needs_stack, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.system.isolation import LateError
+from rloo_kit.tasks import gym
+from rloo_kit.tasks.gym import BLOCK, GYM_COLUMN, first_seed, make_dataset, read_gym
 from tests.data.conftest import InPlace, jsonl, plain
 
 SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
@@ -277,8 +277,8 @@ def test_without_the_library_the_command_is_named(prepare, monkeypatch):
 def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer):
     """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist. SFT on bare
     answers would teach a model that thinks to stop thinking. The embedded model knows no other task than addition."""
-    from rloo_kit.data.worked import load_worked
     from rloo_kit.export.formats import hub_id, public_name
+    from rloo_kit.tasks.worked import load_worked
 
     assert not needs_stack(make_run(SUMS)) and not needs_stack(make_run("rows.jsonl", test_source=SUMS))
     assert hub_id(SUMS) is None and public_name(SUMS) == SUMS

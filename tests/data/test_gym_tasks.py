@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.data.gym import REFUSED, SOUND, make_dataset
 from rloo_kit.system.versions import is_importable
+from rloo_kit.tasks.gym import REFUSED, SOUND, make_dataset
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 pytestmark = pytest.mark.skipif(not is_importable("reasoning_gym"), reason="make reasoning-gym has not been run")
@@ -107,7 +107,7 @@ def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, row
     others."""
     code = f"""
 import json
-from rloo_kit.data.gym import SOUND, draw_row
+from rloo_kit.tasks.gym import SOUND, draw_row
 asked = {{task: (task, "{{}}", None, "data.options", 74, {rows}) for task in SOUND}}
 found = {{task: [draw_row(*asked[task], index) for index in range({rows})] for task in SOUND}}
 print("\\n" + json.dumps(found))

@@ -10,11 +10,11 @@ import pytest
 
 from rewards import answer_reward
 from rloo_kit.config.model_names import FAMILIES
-from rloo_kit.data import tasks
-from rloo_kit.data.tasks import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
 from rloo_kit.errors import DataError
+from rloo_kit.tasks import families
+from rloo_kit.tasks.families import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
 
-ADDITIONS = [tasks.ADDITION, tasks.IN_THE_HEAD]
+ADDITIONS = [families.ADDITION, families.IN_THE_HEAD]
 FIRST = {  # of seed 0
     "addition": "841+27=13+784=401+923=",
     "sorting": "sort(63470)=sort(547938)=sort(06517)=",
@@ -38,7 +38,7 @@ def test_gold_answers_are_right_and_the_verifier_takes_them(name):
         assert row["answer"] == result_of(row["prompt"]), row
     for _ in range(300):
         problem = family.draw(rng)
-        text = demonstration(family, problem, rng, tasks.NO_HABIT)
+        text = demonstration(family, problem, rng, families.NO_HABIT)
         score = reward([family.question(problem)], [text], [[1, 260, 2]], answer=[family.answer(problem)])
         assert score == [1.0], text
         assert set(text) - set(family.alphabet) <= set("</think>\n")
@@ -67,7 +67,7 @@ def test_an_addition_turned_round_is_the_same(family):
 
 def test_same_seed_same_rows_and_fewer_rows_come_first():
     """A longer run must not meet another test set by accident of its length."""
-    family = tasks.ADDITION
+    family = families.ADDITION
     assert make_rows(family, 50, 3) == make_rows(family, 200, 3)[:50] != make_rows(family, 50, 4)
     plain = [{name: row[name] for name in ("prompt", "answer")} for row in worked_rows(family, 50, 3)]
     assert plain == make_rows(family, 50, 3)
@@ -76,17 +76,17 @@ def test_same_seed_same_rows_and_fewer_rows_come_first():
 def test_more_rows_than_problems_is_refused():
     """Drawing until enough differ would never end: every family has as many as it says."""
     with pytest.raises(DataError, match=r"10001 addition problems .* up to 10000 .*data.num_prompts"):
-        make_rows(tasks.IN_THE_HEAD, 10_001)
-    for family in (tasks.IN_THE_HEAD, tasks.EASY, *map(find_family, FAMILIES)):
+        make_rows(families.IN_THE_HEAD, 10_001)
+    for family in (families.IN_THE_HEAD, families.EASY, *map(find_family, FAMILIES)):
         assert len(make_rows(family, family.max_rows)) == family.max_rows
 
 
 def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():
     """An answer that ignored its thinking would teach that thinking does not matter."""
-    rng, habit = random.Random(5), tasks.Habit(skip=0.3, slip=0.35, guess=0.5)
+    rng, habit = random.Random(5), families.Habit(skip=0.3, slip=0.35, guess=0.5)
     skipped = wrong = digits = 0
     for _ in range(4000):
-        text = demonstration(tasks.ADDITION, (123, 456), rng, habit)  # no carries: each digit is a column's
+        text = demonstration(families.ADDITION, (123, 456), rng, habit)  # no carries: each digit is a column's
         work, answer = text.split("</think>\n\n")
         skipped += not work
         if work:
@@ -108,7 +108,7 @@ def test_the_sums_in_words_are_asked_as_the_library_asks():
     pytest.importorskip("reasoning_gym", reason="make reasoning-gym has not been run")
     import reasoning_gym
 
-    family = tasks.CHAIN_SUM
+    family = families.CHAIN_SUM
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3}
     for row in reasoning_gym.create_dataset("chain_sum", **options, size=300, seed=1):
         first, sign, second = row["question"].removesuffix(" =").split()[-3:]

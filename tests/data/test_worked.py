@@ -14,12 +14,12 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RLOOSection, SourceSection
 from rloo_kit.data.light_tokenizer import find_tokenizer
 from rloo_kit.data.load import prepare_data
-from rloo_kit.data.worked import load_worked
+from rloo_kit.demo.embedded import SMOLLM2_TOOLS, build_tokenizer
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.models.embedded import SMOLLM2_TOOLS, build_tokenizer
-from rloo_kit.rollout.episodes import ToolParser, ToolUse
 from rloo_kit.rollout.types import Limits
 from rloo_kit.system.problems import PreflightError
+from rloo_kit.tasks.worked import load_worked
+from rloo_kit.tools.episodes import ToolParser, ToolUse
 from rloo_kit.tools.toolbox import Toolbox
 from rloo_kit.tools.turns import ToolFormat
 from tests.episodes import Scripted, add

@@ -17,7 +17,6 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.evals import evaluate as answer_judge
 from rloo_kit.evals.difficulty import measure_pass_rates
 from rloo_kit.evals.evaluate import evaluate
-from rloo_kit.loop.held_out import choose_measure
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, setting_differences
 from rloo_kit.results.intervals import wilson
@@ -28,6 +27,7 @@ from rloo_kit.rollout import completions
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import make_budget_limits
 from rloo_kit.think_tags import split_thinking
+from rloo_kit.training.held_out import choose_measure
 from tests.episodes import Scripted, call, with_tools
 from tests.rollout import models
 

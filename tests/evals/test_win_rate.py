@@ -12,10 +12,10 @@ import pytest
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.evals.win_rate import measure_win_rate, renew_win_rate
+from rloo_kit.graders import judge as module
 from rloo_kit.results.changes import change_of, compare
 from rloo_kit.results.evaluation import Evaluation, digest_prompt
 from rloo_kit.results.verdict import TrainResult, judge_run
-from rloo_kit.rewarding import judge as module
 from tests.evaluations import mean_of
 from tests.judge_server import MODEL, JudgeServer, answers_in
 

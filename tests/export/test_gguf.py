@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoConfig
 
 import rloo_kit as kit
+from rloo_kit.demo.embedded import SMOLLM2_TOOLS
 from rloo_kit.errors import ExportError
 from rloo_kit.export.gguf import check_gguf, compare_gguf, write_gguf, write_modelfile
 from rloo_kit.export.merge import list_weights
-from rloo_kit.models.embedded import SMOLLM2_TOOLS
 from rloo_kit.models.source import find_source
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rloo_kit.config.run import RunConfig, load_config
+from rloo_kit.demo.embedded import build, name_built
 from rloo_kit.errors import ConfigError
 from rloo_kit.export.export import find_base
-from rloo_kit.models.embedded import build, name_built
 from rloo_kit.models.policy import trained_run
 from rloo_kit.runs.find import RUN_FILE, describe_origin, origin_of
 

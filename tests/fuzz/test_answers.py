@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rloo_kit.rollout.vllm_client import VllmClient
+from rloo_kit.vllm.client import VllmClient
 from tests.fuzz.harness import Surface, check
 from tests.fuzz.nasty import json_values, mutated_json, texts
 from tests.rollout.test_vllm_client import CALLS, COMPLETION, MODELS

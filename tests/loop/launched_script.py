@@ -49,7 +49,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
 
 def fail(settings: dict[str, Any]) -> dict[str, Any]:
     """The second process runs out of memory in the second step; the first one never hears of it."""
-    from rloo_kit.loop.callbacks import ProgressLine
+    from rloo_kit.training.live import ProgressLine
 
     def on_step_end(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == 2 and os.environ["RANK"] == "1":

@@ -12,8 +12,7 @@ import torch
 
 from rloo_kit import load_config
 from rloo_kit.loop import callbacks
-from rloo_kit.loop.callbacks import MetricsWriter, ProgressLine, RolloutLog, SampleTable
-from rloo_kit.loop.memory_watch import MemoryPeak, MemoryWatch
+from rloo_kit.loop.callbacks import MetricsWriter, RolloutLog
 from rloo_kit.loop.metrics import kl_share, kl_spread_ratio, repeated_share, thinking_metrics
 from rloo_kit.plan import parts
 from rloo_kit.plan.parts import rollout_gib
@@ -22,6 +21,8 @@ from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.runs.files import write_json
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.system.memory import resident_gib, trim_heap
+from rloo_kit.training.live import ProgressLine, SampleTable
+from rloo_kit.training.memory_watch import MemoryPeak, MemoryWatch
 
 NAN, GIB = float("nan"), 2**30
 THINKING = Path(__file__).resolve().parents[2] / "configs" / "qwen3_4b_thinking_12gb.yaml"

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import rloo_kit as kit
 from rloo_kit.checks.faults import find_faults
 from rloo_kit.errors import RewardError
+from rloo_kit.graders import judge as module
 from rloo_kit.loop import callbacks
-from rloo_kit.rewarding import judge as module
 from rloo_kit.rewarding.registry import build_rewards
 from tests.judge_server import FAULTS, MODEL, JudgeServer
 from tests.loop.conftest import lines, status

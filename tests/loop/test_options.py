@@ -91,7 +91,7 @@ def test_trls_own_config_is_asked_too(tmp_path):
 
 def test_a_message_names_the_settings_that_its_reader_has(make_trainer, monkeypatch):
     """`use_vllm=True` without vLLM advised `rollout.engine`, a key of a run's file, which RLOOConfig does not have."""
-    monkeypatch.setattr("rloo_kit.models.vllm.is_importable", lambda name: False)
+    monkeypatch.setattr("rloo_kit.vllm.in_process.is_importable", lambda name: False)
     with pytest.raises(BackendError, match="rollout_engine is vllm, .* set rollout_engine=auto"):
         make_trainer([by_ids], use_vllm=True, per_device_train_batch_size=4)
 

@@ -37,7 +37,7 @@ Start = Callable[..., Ended]
 def cache() -> Path:
     """The kit's cache, with both models in it: their building (minutes, once a machine) is not part of any run's time
     limit."""
-    from rloo_kit.models.embedded import build
+    from rloo_kit.demo.embedded import build
 
     for kind in ("thinking", "instruct"):
         build(kind)

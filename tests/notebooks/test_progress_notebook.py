@@ -20,7 +20,7 @@ import time
 import rloo_kit as kit
 print(kit.setup_environment())
 # %%
-from rloo_kit.system import console; from rloo_kit.models.embedded import build
+from rloo_kit.system import console; from rloo_kit.demo.embedded import build
 folder = build(steps=30)
 # %%
 quick = ["rloo.max_steps=3", "rloo.per_device_train_batch_size=8", "run.sample_every_steps=2", "eval.greedy=false"]

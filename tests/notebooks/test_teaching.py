@@ -73,9 +73,9 @@ def test_the_tasks_of_the_library_are_shown(
     """The only cell that needs an extra and a file's model to take another task: the notebook ended in an error with
     the embedded model, and with a file that has data.sources."""
     import rloo_kit as kit
-    from rloo_kit.data import gym
-    from rloo_kit.models.embedded import build_tokenizer
+    from rloo_kit.demo.embedded import build_tokenizer
     from rloo_kit.system.isolation import WORKERS
+    from rloo_kit.tasks import gym
 
     if not printed and not gym.is_importable("reasoning_gym"):
         pytest.skip("make reasoning-gym has not been run")

@@ -84,7 +84,7 @@ def limit_for(work: Any, rows: int) -> float:
 
 def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
     """The plan lowered what only the server has to hold; and one that does not fit sent one request at a time."""
-    from rloo_kit.loop.options import planned_limits
+    from rloo_kit.training.memory_watch import planned_limits
 
     words = ["rollout.engine=server", "rollout.server_url=http://node1:8000", "rloo.num_generations=16"]
     words += ["rloo.gradient_accumulation_steps=16", "rloo.max_completion_length=4096"]
@@ -173,7 +173,7 @@ def test_training_generates_as_many_rows_as_are_planned(
 ) -> None:
     """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
     no reason not to train it."""
-    from rloo_kit.loop.options import planned_limits
+    from rloo_kit.training.memory_watch import planned_limits
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "rloo.tokens_per_pass=512", "rloo.memory=low")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")
@@ -200,8 +200,8 @@ def test_limits_are_those_of_the_engine_that_was_loaded(
 ) -> None:
     """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
     vLLM's pool, and one that has it got rows that it does not take."""
-    from rloo_kit.loop.options import planned_limits
     from rloo_kit.preflight.trial_steps import load_of
+    from rloo_kit.training.memory_watch import planned_limits
 
     run = load_config(CONFIGS / "arithmetic_thinking.yaml", "model.load_in_4bit=false")
     policy = SimpleNamespace(model=tiny_model, backend="transformers")

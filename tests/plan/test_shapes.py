@@ -223,7 +223,7 @@ def test_a_state_per_row_is_named_apart_from_the_cache() -> None:
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
     from rloo_kit.data import light_tokenizer as tokenizer
-    from rloo_kit.models import cold_start
+    from rloo_kit.demo import cold_start
 
     assert EMBEDDED_ROWS == tokenizer.ROWS
     for plan in cold_start.PLANS.values():

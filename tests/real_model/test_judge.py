@@ -1,6 +1,6 @@
 """A language model as the judge: SmolLM2-135M served by llama.cpp over HTTP, asked by the reward and by the win rate.
 
-`tests/rewarding/test_judge.py` has what a judge that knows the truth says, and faults; this shows that the requests and
+`tests/graders/test_judge.py` has what a judge that knows the truth says, and faults; this shows that the requests and
 replies are those of a real server. A model of this size judges by position, and the agreement says so.
 """
 
@@ -14,8 +14,8 @@ import datasets
 import pytest
 
 from rloo_kit.evals.win_rate import measure_win_rate
+from rloo_kit.graders.judge import Judge, JudgeReward
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.judge import Judge, JudgeReward
 from tests.evals.test_win_rate import make_evaluation, make_run
 
 pytestmark = pytest.mark.slow

@@ -15,13 +15,13 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import render_prompt, resolve_family
 from rloo_kit.data.light_tokenizer import read_tokenizer
 from rloo_kit.data.load import prepare_data
-from rloo_kit.data.worked import load_worked
 from rloo_kit.errors import DataError, TokenizerError
 from rloo_kit.evals.ask import LiveText
 from rloo_kit.rewarding.registry import build_rewards
 from rloo_kit.rewards import answer_reward, thinking_reward
 from rloo_kit.rollout.thinking_budget import CLOSING_SENTENCE, close_ids_for, make_limits
 from rloo_kit.rollout.types import CompletionState
+from rloo_kit.tasks.worked import load_worked
 from rloo_kit.think_tags import QWEN3_IDS, answer_offset, bind_think_tags, opens_thinking, span_offsets, split_thinking
 
 START, END, TURN_END, END_OF_TEXT = 151667, 151668, 151645, 151643

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rloo_kit.rewarding import judge as module
+from rloo_kit.graders import judge as module
+from rloo_kit.graders.judge import JudgeReward
 from rloo_kit.rewarding.guard import guard
-from rloo_kit.rewarding.judge import JudgeReward
 from rloo_kit.system.versions import is_importable
 from tests.scripted_server import Scripted
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rloo_kit import build_rewards, load_config
+from rloo_kit.demo.embedded import build_tokenizer
 from rloo_kit.errors import ConfigError, TokenizerError
-from rloo_kit.models.embedded import build_tokenizer
 from rloo_kit.rewarding.registry import REGISTRY
 
 END = 260  # </think> of the tiny tokenizer; <|im_end|> is 258, <|endoftext|> 256

@@ -11,8 +11,8 @@ import torch
 import trl
 
 from rloo_kit.completion import split_turns
-from rloo_kit.rollout.episodes import ToolParser
 from rloo_kit.rollout.types import Limits
+from rloo_kit.tools.episodes import ToolParser
 from rloo_kit.tools.toolbox import Toolbox
 from rloo_kit.tools.turns import ToolFormat
 from tests.episodes import Echo, with_tools

@@ -16,12 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
-from rloo_kit.rollout import vllm_engines as server_module
 from rloo_kit.rollout.choice import build_engine
 from rloo_kit.rollout.engine import Sampling
 from rloo_kit.rollout.types import WHOLE, Filters, Limits
-from rloo_kit.rollout.vllm_client import VllmClient
-from rloo_kit.rollout.vllm_engines import MARKER, ServerEngine, ServerSettings
+from rloo_kit.vllm import engines as server_module
+from rloo_kit.vllm.client import VllmClient
+from rloo_kit.vllm.engines import MARKER, ServerEngine, ServerSettings
 from tests.loop.test_parallel import TORCHRUN
 from tests.rollout.models import (
     BUDGET,

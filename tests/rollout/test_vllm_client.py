@@ -13,9 +13,9 @@ import pytest
 
 from rloo_kit.errors import ConfigError, RolloutServerError
 from rloo_kit.loop.options import RLOOConfig
-from rloo_kit.rollout import vllm_client
 from rloo_kit.rollout.engine import Sampling
-from rloo_kit.rollout.vllm_client import ServerLostError, VllmClient
+from rloo_kit.vllm import client as vllm_client
+from rloo_kit.vllm.client import ServerLostError, VllmClient
 from tests.scripted_server import Scripted
 
 KEY = "the-key-of-the-server"

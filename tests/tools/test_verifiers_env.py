@@ -185,7 +185,7 @@ def test_of_a_package_in_the_users_folder_its_files_count(site, folder):
 
 def test_a_resume_with_another_version_is_refused(site, folder, monkeypatch):
     """Refused with both versions, and with a way on; a run of before that was recorded goes on."""
-    from rloo_kit.loop import training
+    from rloo_kit.training import rloo as training
 
     monkeypatch.setattr(training, "open_toolbox", lambda run: None)
     rloo = {"environment": "verifiers/kit-vault", "max_steps": 3}

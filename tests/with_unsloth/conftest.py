@@ -88,7 +88,7 @@ def model_folder(
 @pytest.fixture(scope="session")
 def embedded_folder(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model in its own sizes after two steps of its cold start: it cannot add, and is there at once."""
-    from rloo_kit.models.embedded import build
+    from rloo_kit.demo.embedded import build
     from rloo_kit.system.environment import CACHE_VARIABLE
 
     with mock.patch.dict(os.environ, {CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache"))}):

@@ -137,8 +137,8 @@ def imitate(policy: Any) -> dict[str, Any]:
     """Two steps of supervised training of two micro-steps each: losses, entropies, the adapter after them, and which
     SFTTrainer of TRL's it was. Plain gradient descent, as in `steps`."""
     from rloo_kit import load_config
-    from rloo_kit.data.worked import Demonstrations, Example
-    from rloo_kit.loop.sft import build_trainer
+    from rloo_kit.tasks.worked import Demonstrations, Example
+    from rloo_kit.training.sft import build_trainer
 
     tokenizer = policy.tokenizer
     texts = [PROMPTS[row % 2] for row in range(8)], [text for text in COMPLETIONS if text != "<|im_end|>"][:8]

@@ -54,7 +54,7 @@ def vllm_is_here() -> None:
 @pytest.fixture(scope="session")
 def embedded_folder(vllm_is_here: None) -> Path:
     """The embedded model that thinks, compact vocabulary, as `embedded/thinking` gives it: built once, cached."""
-    from rloo_kit.models.embedded import build
+    from rloo_kit.demo.embedded import build
 
     return build("thinking")
 

@@ -70,7 +70,7 @@ def make_engine(policy: Any, temperature: float = 1.0, model: Any = None, **opti
     from rloo_kit.models.backends import find_vllm
     from rloo_kit.rollout.completions import find_end_ids
     from rloo_kit.rollout.engine import Sampling
-    from rloo_kit.rollout.vllm_engines import VllmEngine
+    from rloo_kit.vllm.engines import VllmEngine
 
     vllm = find_vllm(policy.model)
     sampling = Sampling(temperature, tuple(find_end_ids(policy)), **options)

@@ -74,7 +74,7 @@ def make_policy(embedded_folder: Path) -> Callable[..., Any]:
 def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
     """`make_engine(server, model, temperature=1.0, **more)`: the engine of that policy; `engine.said` has its lines."""
     from rloo_kit.rollout.engine import Sampling
-    from rloo_kit.rollout.vllm_engines import ServerEngine, ServerSettings
+    from rloo_kit.vllm.engines import ServerEngine, ServerSettings
 
     def build(server: VllmServer, model: Any, temperature: float = 1.0, **more: Any) -> Any:
         said: list[str] = []
@@ -202,7 +202,7 @@ def test_refusals_name_the_switch(strict_server, make_policy, make_engine, promp
     """vLLM's words are known from its answers here, not from its sources."""
     from rloo_kit.errors import RolloutServerError
     from rloo_kit.rollout.types import Limits
-    from rloo_kit.rollout.vllm_client import VllmClient
+    from rloo_kit.vllm.client import VllmClient
 
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     short = prompts[:2]

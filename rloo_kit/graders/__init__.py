@@ -1,0 +1,1 @@
+"""Rewards for open tasks: judge, code, trained reward models, math-verify, verifiers of reasoning-gym."""
