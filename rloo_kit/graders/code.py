@@ -101,7 +101,7 @@ def bubblewrap() -> Jail:
             options += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             options += ["--ro-bind", path, path]
-    shown = {f"rloo_kit/rewarding/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing", "mirrors")}
+    shown = {f"rloo_kit/graders/{name}.py": HERE / f"{name}.py" for name in ("jailed", "crossing", "mirrors")}
     shown["pytest.py"] = HERE / "jail_pytest.py"
     for package in code_tests.INSTALLED:
         spec: Any = importlib.util.find_spec(package)

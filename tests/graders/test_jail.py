@@ -514,7 +514,7 @@ def test_attack(attack: Callable[[Jail, Path], str], jail: Jail, tmp_path: Path)
 def test_nothing_is_left_of_a_run_that_was_killed(jail: Jail) -> None:
     """Code that sleeps would otherwise stay after a run that was killed, with its memory."""
     program = (
-        "import sys\nfrom rloo_kit.rewarding import code\n"
+        "import sys\nfrom rloo_kit.graders import code\n"
         f"reward = code.CodeReward(thinking=False, memory_mb={MARK}, test_timeout_s=60, answer_timeout_s=60)\n"
         "reward(completions=['import time\\ntime.sleep(600)'], completion_ids=[[1]], tests=[['assert f() == 1']])\n"
     )

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from rloo_kit.config.run import load_config
+from rloo_kit.demo import embedded
 from rloo_kit.errors import BackendError
-from rloo_kit.models import embedded, unsloth
 from rloo_kit.models import policy as policies
+from rloo_kit.models import unsloth
 from rloo_kit.models.policy import load_policy as load
 from rloo_kit.models.policy import save_adapter
 from rloo_kit.models.source import find_source
 from rloo_kit.plan.vram_plan import VllmPlan
 from rloo_kit.system.environment import STANDBY_VARIABLE
+from rloo_kit.vllm import in_process
 
 BASE, CONTINUED = "weights of the base", "weights of the adapter to continue"
 RUN = """\
@@ -314,7 +316,7 @@ def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.Monkey
     plan = VllmPlan(True, 0.8, 32, 4.0, 2.5, 0.9, None)
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm"):
         unsloth._vllm_arguments(run, plan)
-    monkeypatch.setattr(unsloth, "find_vllm_problem", lambda: None)
+    monkeypatch.setattr(in_process, "find_vllm_problem", lambda: None)
     assert unsloth._vllm_arguments(run, plan) == {
         "fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.8, "max_num_seqs": 32,
         "float8_kv_cache": False, "enforce_eager": True, "unsloth_vllm_standby": True,
@@ -323,7 +325,7 @@ def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv(unsloth.MERGED_VARIABLE, "attention")  # a value that is set is the user's, and is refused below
     assert unsloth._vllm_arguments(run, plan) and os.environ[unsloth.MERGED_VARIABLE] == "attention"
     with monkeypatch.context() as second:
-        second.setattr(unsloth, "is_running", lambda: True)
+        second.setattr(in_process, "is_running", lambda: True)
         with pytest.raises(BackendError, match="another model of this process has a vLLM .* restart the kernel"):
             unsloth._vllm_arguments(run, plan)
     monkeypatch.delenv(STANDBY_VARIABLE)

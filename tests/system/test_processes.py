@@ -1,6 +1,7 @@
 """Who is who in a run with several processes, what they may be, and how a run is launched.
 
-Here every process is an environment variable; real ones, what they write and how they end are in loop/test_launch.py.
+Here every process is an environment variable; real ones, what they write and how they end are in
+training/test_launch.py.
 """
 
 import asyncio
