@@ -50,7 +50,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
         faults += find_place_faults(run)
     faults = share(faults)
     if is_distributed():
-        text = "the probe is for one process: run rloo-kit preflight without --launch"
+        text = "the probe is for one process: run rloo-kit preflight without a launcher"
         faults.append(Problem("rollout", text, level="warning"))
         return Preflight(run.run.name or "", tuple(faults), None, time.monotonic() - started)
     first, most = (len(draw_rows(run, data.train, times)) // run.rloo.num_generations for times in (1, WIDER))

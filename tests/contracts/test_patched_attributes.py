@@ -34,7 +34,6 @@ PATCHED_ATTRIBUTES = {
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
     "graders/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
-    "system/processes.py: logger.addFilter": "one message per run instead of one per process",
 }
 # Attributes that the libraries document as settings, by what they are set on.
 SETTINGS = {

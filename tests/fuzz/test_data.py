@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from rloo_kit.batch.batch_file import load_batch
 from rloo_kit.config.run import RunConfig, load_config
-from rloo_kit.system.processes import read_launch_file
 from tests.conftest import make_tiny_tokenizer
 from tests.fuzz.harness import Surface, check
 from tests.fuzz.nasty import (
@@ -180,7 +179,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "config": load_config,
     "batch": load_batch,
     "notebook": read_named_notebook,
-    "launch": lambda path: read_launch_file(Path(path)),
     "data": lambda path: load(path or " ", Path.cwd()),
 }
 paths = st.one_of(

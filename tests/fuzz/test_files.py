@@ -1,4 +1,4 @@
-"""Files that people write: configs, overrides, launch files, `.env`, batch files, notebooks; and the harness itself."""
+"""Files that people write: configs, overrides, `.env`, batch files, notebooks; and the harness itself."""
 
 import json
 import os
@@ -14,7 +14,6 @@ from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig, load_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.system.environment import load_env_file
-from rloo_kit.system.processes import read_launch_file
 from tests.fuzz import harness
 from tests.fuzz.harness import Surface, check, count
 from tests.fuzz.nasty import DOCUMENTS, ROOT, json_values, mutated_json, mutated_yaml, snippets, texts, values, yaml_of
@@ -96,11 +95,6 @@ overrides = st.one_of(
 def override_config(case: tuple[list[str], dict[str, Any]], folder: Path) -> None:
     (folder / "run.yaml").write_text(SMALL)
     load_config(folder / "run.yaml", *case[0], **case[1]).to_yaml()
-
-
-def read_launch(case: tuple[bytes, int | None], folder: Path) -> None:
-    (folder / "launch.yaml").write_bytes(case[0])
-    read_launch_file(folder / "launch.yaml", case[1])
 
 
 LINES = [
@@ -205,11 +199,6 @@ def read_one_notebook(case: bytes, folder: Path) -> None:
 SURFACES = [
     Surface("YAML", mutated_yaml([SMALL, SMALL, OLD, *SHIPPED]), read_config),
     Surface("overrides", overrides, override_config),
-    Surface(
-        "launch files",
-        st.tuples(mutated_yaml(yaml_of(ROOT / "configs" / "accelerate", "*.yaml")), st.sampled_from([None, None, 2])),
-        read_launch,
-    ),
     Surface("environment files", env_files, read_env_file),
     Surface("batch files", batches, read_batch),
     Surface("notebooks", notebooks, read_one_notebook),
