@@ -30,7 +30,15 @@ from rloo_kit.collective import end_processes
 from rloo_kit.errors import ConfigError, RlooKitError, shorten
 from rloo_kit.runs.files import is_disk_full
 from rloo_kit.system.console import fill_text, print_table, print_text
-from rloo_kit.system.processes import INTERRUPTED, REFUSED, count_processes, is_main_process, process_index, say
+from rloo_kit.system.processes import (
+    INTERRUPTED,
+    REFUSED,
+    count_processes,
+    is_distributed,
+    is_main_process,
+    process_index,
+    say,
+)
 
 if TYPE_CHECKING:  # slow to import
     from rloo_kit.config.run import RunConfig
@@ -318,21 +326,8 @@ def train(
     accept_changes: Annotated[
         bool, Option("--accept-changes", help="With --resume: go on although rows, rewards or weights have changed.")
     ] = False,
-    launch: Annotated[
-        Path | None, Option(metavar="LAUNCH", help="Launch several processes, for example configs/accelerate/ddp.yaml.")
-    ] = None,
-    processes: Annotated[
-        int | None, Option(min=1, help="With --launch: number of processes; default: the file's.")
-    ] = None,
 ) -> None:
     """Evaluate, train, evaluate again and write the report."""
-    from rloo_kit.system.processes import launch_run, resume_words
-
-    if launch is not None:
-        flags = ["--resume"] * resume + ["--overwrite"] * overwrite + ["--accept-changes"] * accept_changes
-        raise Exit(launch_run(launch, ["train", str(file), *(overrides or []), *flags], processes))
-    if processes is not None:
-        raise ConfigError(f"--processes {processes} needs --launch FILE (configs/accelerate/ddp.yaml and others)")
     from rloo_kit.checks.faults import FolderUse, check
     from rloo_kit.results.verdict import is_over, judge_run, load_evaluation, load_result
     from rloo_kit.runs.folder import RunDir
@@ -346,8 +341,9 @@ def train(
         return
     prepared = check(run, FolderUse(resume, overwrite))
     with RunDir.create(run, resume=resume, overwrite=overwrite) as run_dir:
-        words = ["rloo-kit", "train", str(file), *(overrides or []), *resume_words()]
-        run_dir.resume_command = shlex.join([*words, "--resume"])
+        words = ["rloo-kit", "train", str(file), *(overrides or [])]
+        launcher = f" (by the same launcher, in {count_processes()} processes)" if is_distributed() else ""
+        run_dir.resume_command = shlex.join([*words, "--resume"]) + launcher
         run_dir.accepts_changes = accept_changes
         run_dir.set_status("running", command=shlex.join(words))
         try:

@@ -39,7 +39,7 @@ def check_preflight(run: RunConfig, policy: Policy, data: Data, reward_funcs: li
     started = time.monotonic()
     faults: list[Problem] = []
     if is_distributed():
-        text = "the probe is for one process: run rloo-kit preflight without --launch"
+        text = "the probe is for one process: run rloo-kit preflight without a launcher"
         return Preflight(run.run.name or "", (Problem("rollout", text, level="warning"),))
     first, most = (len(draw_rows(run, data.train, times)) // run.rloo.num_generations for times in (1, WIDER))
     wider = f" ({most} prompts if few groups have a signal or no answer is right)" if most > first else ""

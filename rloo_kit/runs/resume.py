@@ -48,7 +48,7 @@ def _refuse_processes(folder: Path, before: int, now: int) -> None:
     """With another number, rollouts would have another size, and the position in the data would differ."""
     if before == now:
         return
-    how = "without --launch" if before == 1 else f"with as many (--launch FILE --processes {before})"
+    how = "without a launcher" if before == 1 else f"with as many (accelerate launch --num_processes {before})"
     raise ConfigError(
         f"the run in {folder} was trained in {before} process{'es' if before > 1 else ''} and would continue in {now}: "
         f"start it {how}, or start over with --overwrite or run.name=..."

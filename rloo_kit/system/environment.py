@@ -86,7 +86,7 @@ class Environment:
             rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
             rows.append(("GPU memory", f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"))
         if self.num_gpus > 1:
-            others = "" if is_distributed() else "; for all: rloo-kit train --launch configs/accelerate/ddp.yaml"
+            others = "" if is_distributed() else "; for all: accelerate launch, see docs/several-gpus.md"
             rows.append(("GPUs", f"{self.num_gpus} visible; this process uses the one above{others}"))
         if is_distributed():
             rows.append(("processes", f"{count_processes()}; this table is of the first"))
@@ -228,7 +228,7 @@ def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[st
             what, fix = "Unsloth is imported in this process", "do not import it"
         raise SetupError(
             f"{what}, but the run has {many_processes()}: {fix}, and the transformers backend trains on all of them; "
-            "or start one process (rloo-kit train without --launch)"
+            "or start one process (rloo-kit train without a launcher)"
         )
     if imported:
         return "unsloth", "imported in this process already"

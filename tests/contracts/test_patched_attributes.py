@@ -33,7 +33,6 @@ PATCHED_ATTRIBUTES = {
     "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
     "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
-    "system/processes.py: logger.addFilter": "one message per run instead of one per process",
 }
 # Attributes that the libraries document as settings, by what they are set on.
 SETTINGS = {

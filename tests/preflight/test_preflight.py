@@ -404,13 +404,14 @@ def test_the_command_train_stops_at_a_no_go(tmp_path):
 @pytest.mark.slow
 def test_a_launched_run_checks_what_needs_no_model(tmp_path):
     """The probe is for one process; two of them would each take the other's place in a collective call."""
-    command = [sys.executable, "-m", "rloo_kit.cli", "train", str(DEMO), "--launch"]
-    command += [str(ROOT / "configs" / "accelerate" / "cpu_two.yaml"), f"run.output_dir={tmp_path}"]
+    launch_file = str(ROOT / "configs" / "accelerate" / "cpu_two.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch_file]
+    command += ["--main_process_port", "0", "-m", "rloo_kit.cli", "train", str(DEMO), f"run.output_dir={tmp_path}"]
     command += ["run.preflight=true", "run.evaluate=false", "run.report=false", "rloo.max_steps=1"]
     command += ["data.num_prompts=300", "data.test_size=20", "rloo.per_device_train_batch_size=16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert " ".join(done.stdout.split()).count("rloo-kit preflight without --launch") == 1 and "1 steps" in done.stdout
+    assert " ".join(done.stdout.split()).count("preflight without a launcher") == 1 and "1 steps" in done.stdout
 
 
 def test_a_gap_of_nan_is_a_fault():

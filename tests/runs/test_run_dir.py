@@ -390,7 +390,7 @@ def test_a_runs_config_finds_data_and_rewards_next_to_the_users_file(tmp_path, m
         assert load_config(run_dir.folder / "config.yaml").data.all_sources[0] == "task/rows.csv"
 
 
-@pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--processes 2"), (1, 2, "without --launch")])
+@pytest.mark.parametrize(("before", "now", "fix"), [(2, 1, "--num_processes 2"), (1, 2, "without a launcher")])
 def test_a_run_goes_on_in_as_many_processes(run, monkeypatch, before, now, fix):
     """Four processes went on with a run of two: each rollout was twice as large, and half of the prompts came twice."""
     monkeypatch.setenv("WORLD_SIZE", str(before))

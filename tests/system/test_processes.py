@@ -5,7 +5,6 @@ training/test_launch.py.
 """
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import pytest
 
 from rloo_kit.errors import BackendError, ConfigError, SetupError
 from rloo_kit.system import environment, processes
-from rloo_kit.system.gpu import Gpu, Gpus
+from rloo_kit.system.gpu import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -27,7 +26,7 @@ GPU = Gpu(0, "a GPU", 24.0, 23.0, (8, 0), "1")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", processes.LAUNCH_VARIABLE, environment.BACKEND_VARIABLE):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", environment.BACKEND_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -150,106 +149,6 @@ def test_the_fsdp_file_means_fsdp_2(monkeypatch):
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
     assert not plugin.cpu_ram_efficient_loading and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-
-
-# ---- launching
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "there is no such file; did you mean .*/cpu_two.yaml"),
-        ("a: [", "cpu_tow.yaml:1: not readable as YAML"),
-        ("{distributed_type: MULTI_GPU, num_processes: two}", "num_processes is 'two'; it takes a whole number"),
-        ("model: {name: x}", "launch file of accelerate.*distributed_type"),
-        ("{distributed_type: MULTI_CPU, use_cpu: true, num_processes: 2}", "MULTI_CPU.*cpu_two.yaml"),  # starts one
-    ],
-)
-def test_a_launch_file_that_cannot_be_used_is_refused(text, message, tmp_path):
-    """A run's file given for the launch file would have started accelerate with its own defaults: one process."""
-    (tmp_path / "cpu_two.yaml").touch()
-    file = tmp_path / "cpu_tow.yaml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        processes.launch_run(file, [])
-
-
-def test_a_launch_that_cannot_be_is_refused(monkeypatch):
-    """`accelerate launch ... train --launch FILE` would start two processes in each of two, without an end; and
-    --processes 8 without --launch would train on one GPU and say nothing."""
-    from typer.testing import CliRunner
-
-    from rloo_kit.cli import app
-
-    done = CliRunner().invoke(app, ["train", "configs/arithmetic_thinking.yaml", "--processes", "8"])
-    assert done.exit_code == 2 and "--processes 8" in done.output and "--launch" in done.output
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match="launcher already.*leave --launch out"):
-            processes.launch_run(FILES[0], [])
-
-
-@pytest.fixture
-def launch(monkeypatch, tmp_path):
-    """`launch(settings, gpus, ...)` gives the words that accelerate is started with."""
-    for name in (processes.LAUNCH_VARIABLE, processes.SHUTDOWN_VARIABLE, "PYTHONSAFEPATH"):
-        monkeypatch.setenv(name, "")  # restored after the test
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(processes, "_run_accelerate", lambda command: command)
-
-    def launch(settings, gpus, arguments=(), number=None):
-        monkeypatch.setattr(processes, "find_gpus", lambda: gpus)
-        file = tmp_path / "launch.yaml"
-        file.write_text(json.dumps({"distributed_type": "MULTI_GPU"} | settings))
-        command = processes.launch_run(file, arguments, number)
-        assert command[:2] == ["--config_file", str(file)]
-        return command[2:]
-
-    return launch
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "message"),
-    [
-        ({"num_processes": 2}, Gpus(GPU, 1, ""), "but 1 of its GPUs can be used: --processes 1"),
-        ({"num_processes": 8}, Gpus(None, 0, "no driver"), "no driver: configs/accelerate/cpu_two.yaml"),
-        ({"num_processes": 16, "num_machines": 2}, Gpus(GPU, 4, ""), "starts 8 processes on this.*--processes 8"),
-    ],
-)
-def test_more_processes_than_gpus_are_refused(settings, gpus, message, launch):
-    """CUDA's "invalid device ordinal" from the ninth process says nothing of the launch file."""
-    with pytest.raises(ConfigError, match=message):
-        launch(settings, gpus)
-    assert launch(settings | {"use_cpu": True}, gpus) and launch(settings, Gpus(GPU, 8, ""))
-
-
-def test_the_launcher_gets_the_same_arguments(launch, capsys):
-    """--overwrite that was lost on the way, or an override that a shell split, trains another run."""
-    arguments = ["train", "a b.yaml", "run.name=x y", "--overwrite"]
-    words = launch({"use_cpu": True}, Gpus(None, 0, ""), arguments, number=3)
-    assert words == ["--main_process_port", "0", "--num_processes", "3", "-m", "rloo_kit.cli", *arguments]
-    assert os.environ[processes.SHUTDOWN_VARIABLE] == "3600"
-    assert "'run.name=x y'" in capsys.readouterr().out
-    assert processes.resume_words()[0] == "--launch" and processes.resume_words()[2:] == ["--processes", "3"]
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected", "message"),
-    [
-        ({0: 2, 1: -signal.SIGTERM}, 2, ""),
-        ({0: 130, 1: 130}, 130, ""),
-        ({0: -signal.SIGTERM, 1: 1}, 1, "process 1 of the run ended with exit code 1"),
-        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, 137, "process 1 of the run was killed by SIGKILL (by the system"),
-        ({0: -signal.SIGABRT, 1: -signal.SIGTERM}, 134, "process 0 of the run was killed by SIGABRT"),
-        ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, 143, "SIGTERM"),
-    ],
-)
-def test_the_exit_code_is_that_of_the_process_that_failed(codes, expected, message):
-    """accelerate launch ends with 1 whatever happened: a batch could not tell a refusal from a crash."""
-    code, text = processes.exit_code(codes)
-    assert code == expected
-    assert message in text and bool(text) == bool(message)
 
 
 @pytest.fixture
