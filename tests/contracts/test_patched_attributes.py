@@ -29,9 +29,6 @@ PATCHED_ATTRIBUTES = {
     "vllm/in_process.py: torch.set_num_threads": "restored: on a CPU vLLM replaces it by one that does nothing",
     "system/user_code.py: sys.modules[name]": "a user's file as a module, which dataclasses look up there",
     "system/user_code.py: sys.modules[package]": "the file's folders as packages, for its relative imports",
-    "rollout/decoders.py: AttentionInterface.register": "transformers' registry: attention of one token, grouped heads",
-    "rollout/decoders.py: AttentionMaskInterface.register": "transformers' registry: the mask of that attention",
-    "rollout/decoders.py: config._attn_implementation": "for one decoding step: it selects the attention",
     "system/console.py: sys.modules[_NOTEBOOK_BARS]": "text bars in notebooks (TQDM_NOTEBOOK=false)",
 }
 # Attributes that the libraries document as settings, by what they are set on.
@@ -50,13 +47,14 @@ SETTINGS = {
     "cache_type_v", "path",  # xllamacpp: the parameters of a server
     "merges", "dtype", "quantization_config",  # gguf: a vocabulary that was read; the config of what is written
     "min_width", "daemon", "check_hostname", "verify_mode", "version",  # rich, threading, ssl, email
+    "whitespace_split", "escape", "commenters",  # shlex: how words are split
 }  # fmt: skip
 # Objects of the kit: what `ctx` keeps for the backward pass, the function that stands in, engines that are measured,
 # the module that is made for tqdm, the config's notes; a config that Unsloth changed, restored to the user's values.
 OWN = {
     "config/run.py: setattr(config.model, key)", "config/run.py: setattr(owner, key)",
     "demo/embedded.py: tokenizer.eos_token",
-    "demo/embedded.py: tokenizer.model_max_length", "demo/embedded.py: settings.eos_token_id",
+    "demo/embedded.py: tokenizer.model_max_length", "demo/embedded.py: config.eos_token_id",
     "demo/embedded.py: tokenizer.clean_up_tokenization_spaces",
     "gradient/logprobs.py: ctx.is_prepared", "gradient/logprobs.py: forward.without_scoring",
     "loop/options.py: error.args", "training/rloo.py: arguments.is_from_file", "loop/options.py: args._carried",
@@ -68,7 +66,7 @@ OWN = {
     "graders/crossing.py: function.__doc__", "graders/crossing.py: function.__qualname__",
     "graders/mirrors.py: setattr(Remote, f'__{_name}__')", "graders/mirrors.py: error.args",
     "graders/jail_pytest.py: function.is_fixture", "graders/jail_pytest.py: function.cases",
-    "graders/jail_pytest.py: function.__unittest_skip__",
+    "graders/jail_pytest.py: function.__unittest_skip__", "graders/code_tests.py: tree.body",
 }  # fmt: skip
 
 

@@ -231,11 +231,11 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
     whole = evaluate(make_run(greedy=False), make_policy(), dataset)
     first = evaluate(make_run(greedy=False, num_prompts=5), make_policy(), dataset)
     assert first.num_prompts == 5 and first.prompt_digests == whole.prompt_digests[:5], "the same before and after"
-    assert len(whole.samples) == 10 and len(whole.more_samples) == NUM_PROMPTS - 10
+    assert len(whole.samples) == 2 and len(whole.more_samples) == NUM_PROMPTS - 2
     assert [one["prompt"] for one in [*whole.samples, *whole.more_samples]] == list(dataset["prompt"])
     monkeypatch.setattr("rloo_kit.evals.evaluate.SAMPLE_CHARS", len(whole.more_samples[0]["prompt"]) + 200)
     few = evaluate(make_run(greedy=False), make_policy(), dataset)
-    assert len(few.more_samples) < NUM_PROMPTS - 10
+    assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
 
 
 def test_nothing_to_evaluate_on(make_run, make_policy):

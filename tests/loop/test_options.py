@@ -93,7 +93,7 @@ def test_every_key_of_a_file_arrives(tmp_path):
     run = RunConfig.model_validate(
         MINIMAL
         | {"rloo": {"max_steps": 1} | chosen, "run": {"name": "this", "max_reward_failure_share": 0.25}}
-        | {"rollout": {"engine": "generate", "rows": 5, "difficulty_samples": 4} | server}
+        | {"rollout": {"engine": "generate", "rows": 5, "resample_rounds": 2, "difficulty_samples": 4} | server}
     )
     model = SimpleNamespace(device=SimpleNamespace(type="cpu"), config=SimpleNamespace(to_dict=dict))
     policy: Any = SimpleNamespace(model=model, config_arguments={})  # a model that cannot be planned for

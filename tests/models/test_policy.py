@@ -193,7 +193,7 @@ def test_adapter_of_the_embedded_model_from_another_machine(
     make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base was looked up under the home folder of the adapter's author, and the adapter was refused."""
-    base = tmp_path / "thinking-compact-0-r2-1steps"
+    base = tmp_path / "thinking-compact-0-r2"
     base.mkdir()
     for file in (base / embedded.RECORD, base / "config.json"):
         file.write_text("{}")
