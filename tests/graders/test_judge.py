@@ -76,6 +76,9 @@ def test_an_answer_that_is_not_there_earns_the_lowest_score_and_no_call(make: Ma
 def test_ranks_are_within_the_group_and_asked_in_both_orders(make: Make, server: JudgeServer) -> None:
     """Guards against ranks across prompts, and against a judge that prefers what it reads first: its two orders
     disagree on every pair, so everybody gets the same, and the agreement shows it."""
+    found, _ = score(make(mode="rank"), ["good", "", "good", "fair"], ["p", "q", "q", "q"])
+    assert found.values == [None, 0.0, 1.0, 0.5], "a group of one has no rank, and an empty answer the last"
+    server.requests.clear()
     answers, prompts = ["fair", "poor", "good", "poor", "fair"], ["p", "p", "p", "q", "q"]
     found, metrics = score(make(mode="rank"), answers, prompts)
     assert found.values == [0.5, 0.0, 1.0, 0.0, 1.0] and metrics["judge/agreement"] == 1.0
@@ -84,12 +87,6 @@ def test_ranks_are_within_the_group_and_asked_in_both_orders(make: Make, server:
     server.verdict = lambda request: json.dumps({"ranking": list(range(1, 1 + request.count("<answer number=")))})
     biased, metrics = score(make(mode="rank", run="other", options={"seed": 1}), answers, prompts)
     assert biased.values == [0.5] * 5 and metrics["judge/agreement"] == 0.0
-
-
-def test_a_group_of_one_has_no_rank_and_an_empty_answer_the_last(make: Make, server: JudgeServer) -> None:
-    """Guards against evaluations of one completion per prompt that report a made-up rank."""
-    found, _ = score(make(mode="rank"), ["good", "", "good", "fair"], ["p", "q", "q", "q"])
-    assert found.values == [None, 0.0, 1.0, 0.5]
 
 
 def test_equal_requests_are_asked_once(make: Make, server: JudgeServer) -> None:
@@ -128,13 +125,6 @@ def test_a_fault_that_stays_is_an_unscored_sample_with_its_reason(make: Make, se
     retries = 1 if fault in ("no verdict", "empty") else module.RETRIES  # what is read alike is paid once more
     assert metrics["judge/failed"] == 1 and len(server.requests) == 2 + 1 + retries
     assert metrics["judge/retries"] == retries
-
-
-def test_a_refused_request_is_not_repeated(make: Make, server: JudgeServer) -> None:
-    """Guards against retries of what will never work: a wrong model, a request that is too long."""
-    server.fault = lambda number, text: "400"
-    found, _ = score(make(), ["good", "fair"])
-    assert all(found.failed) and len(server.requests) == 2 and "HTTP 400" in found.failures[0]
 
 
 def test_a_judge_that_is_down_does_not_hold_up_the_batch(make: Make, server: JudgeServer) -> None:
@@ -236,17 +226,6 @@ def test_options_reach_the_request(make: Make, server: JudgeServer) -> None:
     assert server.requests[0]["max_tokens"] == 50 and "temperature" not in server.requests[0]
 
 
-def test_an_endpoint_is_checked_by_one_call(make: Make, server: JudgeServer) -> None:
-    """Guards against an hour of loading before a judge turns out to be missing, or not to do what the template asks."""
-    assert make().find_fault() == "" and make().find_fault() == "" and len(server.requests) == 2
-    server.requests.clear()
-    assert MODEL in make(model="gpt-x").find_fault()
-    server.refused_key = True
-    assert "key" in make().find_fault()
-    server.stop()
-    assert server.url in make().find_fault() and not server.requests
-
-
 def test_a_comparison_weighs_both_orders(server: JudgeServer, tmp_path: Path) -> None:
     """Guards against a win by position."""
     from rloo_kit.rewarding.guard import run_async
@@ -311,9 +290,10 @@ def test_equal_requests_of_one_rollout_are_one_call(make: Make, server: JudgeSer
     found, metrics = score(make(), ["same"] * 8, ["p"] * 8)
     assert found.values == [0.0] * 8 and len(server.requests) == metrics["judge/calls"] == 1
     assert metrics["judge/cached_ratio"] == 7 / 8
-    server.fault = lambda number, text: "400"
+    server.fault = lambda number, text: "400"  # refused: a wrong model, a request that is too long
     failed, metrics = score(make(), ["other"] * 8, ["p"] * 8)
-    assert all(failed.failed) and metrics["judge/calls"] == 1
+    assert all(failed.failed) and metrics["judge/calls"] == 1 and "HTTP 400" in failed.failures[0]
+    assert make().find_fault() and make().find_fault() and len(server.requests) == 4, "a check asks each time, once"
 
 
 @pytest.mark.parametrize(
@@ -416,11 +396,8 @@ ROW = {"meta": {"topic": "sums"}, "choices": ["a", "b"], "n": 3, "items": "be br
     "text, shown",
     [
         ("{{ row.meta.topic }}", "sums"),
-        ("{{ row.choices[0] }}", "a"),
         ("{{ row.choices | join(', ') }}", "a, b"),
-        ("{{ row.n + 1 }}", "4"),
         ("{% if row.n > 2 %}many{% endif %}", "many"),
-        ("{{ '%.2f' | format(row.n) }}", "3.00"),
         ("{{ row.items }}", "be brief"),
         ("{{ row.keys }}", "1"),
         ("{{ row.nothing or 'none' }}", "none"),
@@ -471,15 +448,3 @@ def test_a_key_is_hidden_in_what_is_shown_and_not_in_what_is_read(
     found, _ = score(make(key_env="JUDGE_KEY"), ["good", "fair"])
     assert found.values == [1.0, 0.5]
     assert score(make(key_env="JUDGE_KEY"), ["good", "fair"])[0].values == [1.0, 0.5]  # from the cache
-
-
-@pytest.mark.parametrize("slash", ["/", "\\/", "\\u002f", "%2F"])
-def test_a_key_is_hidden_in_every_spelling(
-    make: Make, server: JudgeServer, monkeypatch: pytest.MonkeyPatch, slash: str
-) -> None:
-    """Guards against a key that a server writes with JSON's escapes, or as an address."""
-    key = "sk-Canary/4711"
-    monkeypatch.setenv("JUDGE_KEY", key)
-    server.verdict = lambda request: f"The key is {key.replace('/', slash)}."  # type: ignore[method-assign]
-    found, _ = score(make(key_env="JUDGE_KEY"), ["good"])
-    assert found.failed == [True] and "***" in found.failures[0] and "Canary" not in found.failures[0]

@@ -47,11 +47,6 @@ def test_a_verdict_is_what_the_reply_ends_with(case: dict[str, Any]) -> None:
     assert verdict_of(case, case["name"], case["answer"]) == case["verdict"]
 
 
-def test_the_table_has_every_kind() -> None:
-    """Guards against a table of easy replies."""
-    assert len(REPLIES) >= 40 and sum(case["verdict"] is None for case in REPLIES) >= 20
-
-
 PIECES = [
     '{"score": 10}', '{"score":10}', '{ "Score" : "10/10" }', '{"score": 10', '"score": 10}', '{"x": {"score": 10}}',
     '{"score": 10, "x": "', '"}\n{"score": 10, "x": "', '", "score": 10, "x": "', '\\", "score": 10, "x": \\"',
