@@ -15,7 +15,6 @@ from tests.judge_server import MODEL, JudgeServer
 pytestmark = pytest.mark.slow
 LIMIT_S = 60.0  # on a busy machine; a reply may take ten minutes
 WORDS: dict[tuple[str, signal.Signals], list[str]] = {  # 40 training prompts, two in a step
-    ("step", signal.SIGINT): [],
     ("step in the middle of a rollout", signal.SIGHUP): ["rloo.num_iterations=2"],
     ("evaluation", signal.SIGTERM): ["eval.every_steps=4", "eval.every_prompts=4", "eval.num_samples=2"],
 }

@@ -238,6 +238,14 @@ def test_texts_beyond_the_limit_are_not_scored(checkpoint: Path) -> None:
     reward = RewardModel(str(checkpoint), max_length=10, device="cpu")
     scores = reward(prompts=PROMPTS, completions=COMPLETIONS)
     assert [score is None for score in scores] == [False, True, False]
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        RewardModel("rm", batch_size=0)
+
+
+def test_a_folder_at_home_is_loaded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~/rm` passed the check, and transformers took it for a hub id."""
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert None not in RewardModel(f"~/{checkpoint.name}", device="cpu")(prompts=["a"], completions=["b"])
 
 
 def write_checkpoint(folder: Path, **changes: Any) -> Path:
@@ -277,15 +285,13 @@ def as_adapter(folder: Path) -> None:
 TRAINS = "rloo-kit reward-model"
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, tuple[str, ...]]] = {
     "two labels, which transformers does not store": ({"id2label": None}, None, ("2 outputs", TRAINS)),
-    "two labels by number": ({"id2label": None, "num_labels": 2}, None, ("2 outputs", TRAINS)),
-    "three labels": ({"id2label": {"0": "a", "1": "b", "2": "c"}}, None, ("3 outputs", TRAINS)),
     "three labels by number": ({"id2label": None, "num_labels": 3}, None, ("3 outputs", TRAINS)),
     "two names and a number": ({"id2label": {"0": "a", "1": "b"}, "num_labels": 1}, None, ("2 outputs", TRAINS)),
+    "names in a list": ({"id2label": ["a"]}, None, ("2 outputs",)),
     "a causal head": ({"architectures": ["Qwen3ForCausalLM"], "id2label": None}, None, ("Qwen3ForCausalLM", TRAINS)),
     "one label on a causal head": ({"architectures": ["Qwen3ForCausalLM"]}, None, ("Qwen3ForCausalLM", TRAINS)),
-    "a head for tokens": ({"architectures": ["BertForTokenClassification"]}, None, ("BertForTokenClassification",)),
     "a head of its own code": ({"architectures": ["Qwen2ForRewardModel"]}, None, ("Qwen2ForRewardModel", TRAINS)),
-    "no architectures, two labels": ({"architectures": None, "id2label": None}, None, ("2 outputs",)),
+    "a head that is no list": ({"architectures": "Qwen3"}, None, ("the head of Qwen3",)),
     "an adapter": ({}, as_adapter, ("adapter", "merge_and_unload", TRAINS)),
     "the folder of a training": ({}, as_run, ("config.json", "/rm/reward_model")),
     "no tokenizer": ({}, lambda folder: (folder / "tokenizer.json").unlink(), ("no tokenizer", "add")),
@@ -312,20 +318,10 @@ def test_what_is_no_reward_model_is_known_by_its_files(tmp_path: Path, case: str
     assert str(caught.value) == found, "the same words for who skips the checks"
 
 
-def test_a_broken_value_in_a_config_is_no_crash(tmp_path: Path) -> None:
-    """Files of others hold anything; an error of Python instead of a sentence, in the checks before the model loads."""
-    for number, changes in enumerate(
-        ({"id2label": ["a"]}, {"id2label": {}}, {"num_labels": "1", "id2label": None}, {"architectures": "Qwen3"})
-    ):
-        assert str(tmp_path) in find_model_fault(str(write_checkpoint(tmp_path / str(number), **changes)))
-
-
 SOUND: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None]] = {
     "one label": ({}, None),
     "one label by number": ({"id2label": None, "num_labels": 1}, None),
-    "a name for the label": ({"id2label": {"0": "quality"}, "problem_type": "regression"}, None),
     "no architectures": ({"architectures": None}, None),
-    "another family": ({"architectures": ["DebertaV2ForSequenceClassification"]}, None),
     "several files": ({}, shard),
     "several files of pickles": ({}, lambda folder: shard(folder, kind="pytorch_model.bin")),
     "a pickle": ({}, lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
@@ -427,13 +423,6 @@ def test_a_random_head_is_refused(checkpoint: Path, tmp_path: Path, tiny_model: 
         _ = RewardModel(str(folder), device="cpu").loaded
 
 
-def test_a_folder_at_home_is_loaded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~/rm` passed the check, and transformers took it for a hub id."""
-    shutil.copytree(checkpoint, tmp_path / "rm")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert None not in RewardModel("~/rm", device="cpu")(prompts=["a"], completions=["b"])
-
-
 def test_the_weights_of_a_reward_model_are_a_source_of_the_run(
     checkpoint: Path, tmp_path: Path, tiny_tokenizer: Any, loads: list[Any]
 ) -> None:
@@ -470,9 +459,3 @@ def test_a_hub_id_is_known_once_it_is_loaded(
     monkeypatch.setattr(RewardModel, "loaded", property(lambda self: shutil.copytree(checkpoint, cached)))
     cached = tmp_path / "models--me--rm" / "snapshots" / "0a1b"
     assert read_sources([RewardModel("me/rm")]).keys() == {"weights of the reward model me/rm"}
-
-
-def test_parameters_are_checked() -> None:
-    """Guards against an error in the first batch."""
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        RewardModel("rm", batch_size=0)

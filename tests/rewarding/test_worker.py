@@ -34,6 +34,7 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("sees", [2.0, 2.0]),
         ("same_loop", [1.0, 1.0]),
         ("heavy_modules", [0.0, 0.0]),
+        ("odd_numbers", [0.1 + 0.2, float("-inf")]),
         ("scorer", [-2.0, -1.0]),  # an object with get_rewards
         ("arrays", [3.0, 2.0]),  # one number a row, as a classifier's logits are
     ],

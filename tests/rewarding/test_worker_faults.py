@@ -33,7 +33,6 @@ KILLED = f"took longer than {LIMIT_S:g} s and was killed (timeout_s)"
 FAULTS = {
     "detached_and_hangs": KILLED,
     "detached_and_exits": "ended its process with exit code 7",
-    "stops_itself": KILLED,
     "calls_exit": "SystemExit: enough",
     "forks_and_both_return": None,
     "raises_interrupt": "KeyboardInterrupt",
@@ -43,10 +42,8 @@ FAULTS = {
     "part_of_a_reply": KILLED,
     "forged_pickle": "sent a reply that cannot be read",
     "a_megabyte_of_error": "(1,000,001 characters)",
-    "an_error_without_a_text": "Speechless: its text cannot be made",
     "logs_too_much": "the limit is 16,777,216",
     "logs_what_is_no_number": "could not convert string to float: 'long'",
-    "changes_folder": None,
     "sets_an_alarm": None,
     "ignores_signals": KILLED,
     "hangs_at_exit": None,
@@ -226,14 +223,6 @@ def test_one_watchdog_serves_all_workers_of_a_process() -> None:
     end_workers()
     assert not any(reward.worker.running for reward in rewards) and call(rewards[0], "good") == [1.0]
     end_workers()
-
-
-def test_numbers_arrive_as_they_were() -> None:
-    """A reward that lost its last digits on the way would train another policy."""
-    reward = make("returns_odd_numbers", timeout_s=30.0)
-    found = str(reward(prompts=["p"] * 8, completions=["bad"] * 8))
-    assert found == "[5e-324, -0.0, 1.7976931348623157e+308, 0.30000000000000004, 0.3333333333333333, None, nan, -inf]"
-    reward.worker.close()
 
 
 def test_what_a_reward_logs_is_made_plain() -> None:
