@@ -35,7 +35,6 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.reader import ID_LINE, RunReader, id_in_config, read_run_id
 from rloo_kit.runs.resume import find_place
-from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.gpu import describe_machine
@@ -155,7 +154,6 @@ class RunDir(RunReader):
             ) from None
         self.id = read_run_id(self.folder)
         self._check(resume, overwrite)  # again: another process may have written before the lock
-        self._refuse_odd_files()
         self.resumed = resume
         if resume:
             known = read_object(self.folder / INPUTS)
@@ -197,20 +195,6 @@ class RunDir(RunReader):
                 "(resume=True in Python), delete it and start over with --overwrite (overwrite=True), or choose "
                 "another name with run.name=..."
             )
-
-    def _refuse_odd_files(self) -> None:
-        for path in (self.folder / name for name in ("adapter", "best")):
-            if path.is_symlink():  # it is replaced as a whole
-                raise SetupError(
-                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
-                    "run.output_dir moves everything"
-                )
-        rollouts = self.folder / ROLLOUTS
-        if (rollouts.is_symlink() or rollouts.exists()) and not rollouts.is_dir():
-            raise SetupError(f"{rollouts} is not a folder, and the run writes one of this name: move it away")
-        for path in (self.folder / name for name in FILES):
-            if path.exists() and not path.is_file():
-                raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
 
     def _delete_run(self) -> None:
         """Delete the old run's files. Its configuration, with the id, is replaced last: a deletion can be repeated."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 from rloo_kit.config.run import refuse_changes
 from rloo_kit.errors import ConfigError, RunNotFoundError
@@ -36,20 +35,15 @@ def find_place(run: RunReader, config: str, written: str, by_content: Collection
             refuse_changes(began, written, run.folder, by_content)
     else:
         refuse_changes(checkpoint.config, config, run.folder, by_content)
-        _refuse_processes(run.folder, checkpoint.processes, count_processes())
+        before, now = checkpoint.processes, count_processes()
+        if before != now:  # rollouts would have another size, and the position in the data would differ
+            how = "without a launcher" if before == 1 else f"with as many (accelerate launch --num_processes {before})"
+            raise ConfigError(
+                f"the run in {run.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
+                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
+            )
     for path, damage in damaged.items():
         number = path.name.rpartition("-")[2]
         if checkpoint and number.isdecimal() and int(number) > checkpoint.step:  # the run reaches that step again
             say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
     return checkpoint
-
-
-def _refuse_processes(folder: Path, before: int, now: int) -> None:
-    """With another number, rollouts would have another size, and the position in the data would differ."""
-    if before == now:
-        return
-    how = "without a launcher" if before == 1 else f"with as many (accelerate launch --num_processes {before})"
-    raise ConfigError(
-        f"the run in {folder} was trained in {before} process{'es' if before > 1 else ''} and would continue in {now}: "
-        f"start it {how}, or start over with --overwrite or run.name=..."
-    )

@@ -215,9 +215,6 @@ def test_the_template_is_the_users(make: Make, server: JudgeServer, tmp_path: Pa
     file.write_text("{{ answer }}, else the same")
     assert began.keys() == read_sources([make(template=str(file))]).keys() == {"template mine.jinja"}
     assert began != read_sources([make(template=str(file))]), "an edited template is noticed when a run resumes"
-    file.write_text("{{ anwser }}")
-    with pytest.raises(ValueError, match="anwser"):
-        make(template=str(file))
 
 
 def test_options_reach_the_request(make: Make, server: JudgeServer) -> None:
@@ -383,8 +380,7 @@ def test_a_template_is_rendered_with_a_row_before_the_run(make: Make, server: Ju
     texts = ["Grade: {{ task }}", "{{ anwser }}", "{{ answers }}", "{% if %}{{ answer }}"]
     for mode, text in [*(("score", text) for text in texts), ("rank", "{{ answer }}")]:
         file.write_text(text)
-        with pytest.raises(ValueError, match="template is"):
-            make(template=str(file), mode=mode)
+        assert "template is" in make(template=str(file), mode=mode).find_fault({})
     file.write_text("Rank {{ answers[0] }}")
     assert "does not show the answer" in make(template=str(file), mode="rank").find_fault({})
 

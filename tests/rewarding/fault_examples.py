@@ -51,8 +51,6 @@ LEAK = []
 detached_and_hangs = harm(lambda columns: fork_detached() or time.sleep(600))
 detached_and_exits = harm(lambda columns: fork_detached() or os._exit(7))
 detached_and_goes_on = harm(lambda columns: fork_detached())
-
-
 stops_later_detached = harm(
     lambda columns: fork_detached() or threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
 )
@@ -62,15 +60,9 @@ aborts = harm(lambda columns: os.abort())
 closes_every_file = harm(lambda columns: os.closerange(0, 256))
 writes_to_descriptor_1 = harm(lambda columns: os.write(1, b"\x00\xff" * 4096) and None)
 part_of_a_reply = harm(lambda columns: write_to_replies(struct.pack("!i", 100) + b"{") or time.sleep(600))
-# After the reward's own: what the next call would read as its result.
-extra_reply = harm(lambda columns: threading.Timer(0.2, write_to_replies, [frame(b"[null, [[9.0], []]]")]).start())
 logs_too_much = harm(lambda columns: columns["log_extra"]("text", ["x" * 20_000_000]))
 logs_what_is_no_number = harm(lambda columns: columns["log_metric"]("length", "long"))
-
-
 hangs_at_exit = harm(lambda columns: atexit.register(time.sleep, 600) and None)
-
-
 leaks = harm(lambda columns: LEAK.append(bytearray(os.urandom(1) * 40_000_000)))
 asks_for_all_memory = harm(lambda columns: [bytearray(1 << 60)])
 

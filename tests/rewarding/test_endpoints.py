@@ -148,16 +148,16 @@ def test_no_proxy_stands_in_front_of_this_machine(
     assert works(judge(f"{endpoint.url.replace('127.0.0.1', host)}/v1", tmp_path)) and not proxy.requests
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "socks5h://127.0.0.1:1", "gopher://127.0.0.1:1"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "gopher://127.0.0.1:1"])
 def test_a_proxy_that_cannot_be_used_is_one_sentence(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
 ) -> None:
-    """Guards against an ImportError of httpx in every sample; a judge on this machine needs no proxy at all."""
+    """Found before the run, in httpx's words; a judge on this machine needs no proxy at all."""
     monkeypatch.setenv("ALL_PROXY", proxy)
     if proxy.startswith("socks") and is_importable("socksio"):
         pytest.skip("socksio is installed here, so httpx can use a SOCKS proxy")
     found = judge("http://judge.example:9/v1", tmp_path).find_fault()
-    assert "proxy" in found and "httpx[socks]" in found and "NO_PROXY" in found
+    assert "proxy" in found and ("httpx[socks]" in found) == proxy.startswith("socks")
     assert works(judge(f"{serve(under('/v1')).url}/v1", tmp_path))
 
 

@@ -237,26 +237,6 @@ def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
     assert contents(run.folder) == before
 
 
-def test_files_that_the_run_could_not_write_are_refused(run):
-    """A link at adapter/ was replaced by a folder, and the link's target kept old weights; a pipe hung the run."""
-    begin(run, step=2)
-    os.mkfifo(run.folder / "health.jsonl")
-    with pytest.raises(SetupError, match="health.jsonl is not a regular file"):
-        RunDir.create(run, resume=True)
-    (run.folder / "health.jsonl").unlink()
-    (run.folder / "rollouts").symlink_to("not mounted")
-    with pytest.raises(SetupError, match="rollouts is not a folder"):
-        RunDir.create(run, resume=True)
-    (run.folder / "rollouts").unlink()
-    (run.folder / "status.json").unlink()
-    os.mkfifo(run.folder / "status.json")
-    assert RunDir(run.folder).status()["step"] == 2
-    (run.folder / "status.json").unlink()
-    (run.folder / "adapter").symlink_to("elsewhere")
-    with pytest.raises(SetupError, match="adapter is a link.*run.output_dir"):
-        RunDir.create(run, resume=True)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_does_not_hold_the_lock(run):
     """A data loader's worker outlived a killed run, and its folder was "being written by another process"."""
