@@ -79,7 +79,7 @@ _TEMPLATES = _Templates(undefined=StrictUndefined, trim_blocks=True)
 
 @dataclass
 class Judge:
-    """A language model that answers questions about answers.
+    """A language model that answers questions about answers. Raises ValueError for a parameter that cannot be used.
 
     Args:
         url: of the endpoint, up to /v1. model: its name there.
@@ -88,13 +88,10 @@ class Judge:
             rubric, row (the dataset's columns), and answer, low and high ("score") or answers ("rank", "compare").
         key_env: environment variable with the API key; None: OPENAI_API_KEY if it is set.
         concurrency: requests at a time. request_timeout_s: for a whole reply.
-        max_calls, max_tokens: of the run, None: no limit. Nothing is scored beyond them. Calls under way may exceed
+        max_calls, max_tokens: of the run, None: no limit. Nothing is scored beyond them; calls under way may exceed
             max_tokens.
         options: further fields of the request, such as {max_tokens: 500}; null drops one.
         folder: of the cache. run: whose budget it is.
-
-    Raises:
-        ValueError: a parameter that cannot be used.
     """
 
     url: str
@@ -164,8 +161,7 @@ class Judge:
         return _TEMPLATES.from_string(self._template), tag, find_key(VERDICTS[self.mode])
 
     def _render(self, task: str, row: dict[str, Any], answers: Sequence[str]) -> str:
-        """The request. In the answers, tags of the template and the verdict's key are made harmless: none closes its
-        own place, or has a verdict that a judge could quote."""
+        """The request. In the answers, tags of the template and the verdict's key are made harmless."""
         template, tag, key = self._compiled
         shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", answer)) for answer in answers]}
         if self.mode == "score":
@@ -463,8 +459,8 @@ class JudgeReward(AnswerReader, Judge):
 
 
 def task_text(prompt: Any, row: dict[str, Any]) -> str:
-    """What the user asked, for a judge: a prompt's messages, of one that is rendered as ChatML without the system's; of
-    another one the row's `user_message` or `question`, else the text itself."""
+    """What the user asked, for a judge: a prompt's messages, of a rendered ChatML one without the system's; of another
+    one the row's `user_message` or `question`, else the text itself."""
     if isinstance(prompt, str):
         messages = [turn for turn in chat_messages(prompt) if turn[0] != "system"]
     else:
