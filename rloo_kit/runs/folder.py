@@ -70,8 +70,7 @@ class RunDir(RunReader):
     the run ended; SIGTERM and SIGHUP end it like Ctrl-C.
 
     Attributes:
-        writes: whether this process writes; only the main one does.
-        resumed: whether this run continues an earlier part of itself.
+        writes: whether this process writes; only the main one does. resumed: whether this continues an earlier part.
         resumes_from: the checkpoint to continue from; None for the start.
         inputs: a digest of INPUTS, which evaluations are recorded with; "" before they are known.
         accepts_changes: whether a resumed run may go on with changed inputs.
@@ -102,9 +101,9 @@ class RunDir(RunReader):
             overwrite: delete the run's files, and nothing else, and start over.
 
         Raises:
-            RunExistsError: the folder contains a run and neither flag is given, another process is writing it, or it
-                contains something other than a run of this kit. A run that failed before its first step does not count.
-            RunNotFoundError: `resume`, and there is no run, or none of its checkpoints is intact.
+            RunExistsError: the folder contains a run (not one that failed before its first step) and neither flag is
+                given, another process is writing it, or it is none of this kit's. RunNotFoundError: `resume`, and there
+                is no run, or none of its checkpoints is intact.
             ConfigError: both flags; or `resume` with a configuration that would train differently.
             SetupError: the folder cannot be created or written.
         """

@@ -12,9 +12,9 @@ from rloo_kit.system.processes import count_processes, say
 
 def find_place(run: RunReader, config: str, written: str, by_content: Collection[str]) -> Checkpoint | None:
     """The checkpoint to continue from, None for the start; damaged ones that are newer are set aside. `config` is the
-    resolved configuration of now, `written` the same with absolute paths; files in the sections `by_content` are
-    compared by what they contain. Raises RunNotFoundError if no checkpoint is intact or those that the run saved are
-    gone, and ConfigError if the configuration or the number of processes would train differently."""
+    resolved configuration, `written` the same with absolute paths; files in the sections `by_content` are compared by
+    what they contain. Raises RunNotFoundError if no checkpoint is intact or those that the run saved are gone,
+    ConfigError if it would train differently."""
     folder, status = run.folder / "checkpoints", run.read_status()
     checkpoint, damaged = find_whole(folder, run.id)
     if checkpoint is None and damaged:

@@ -39,8 +39,8 @@ from rloo_kit.system.processes import is_main_process, keep_random_numbers, say
 
 
 def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:
-    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; raises ConfigError if it is none of
-    those, or cannot be measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
+    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; ConfigError if it cannot be
+    measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
     wanted = run.eval.measure
     guarded = [guard(reward) for reward in reward_funcs if not is_relative(reward)]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
@@ -63,8 +63,8 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
 
 
 class BestWeights:
-    """`best/` in a run's folder: the weights of its best evaluation. New ones, of the step `staged`, wait until the
-    checkpoint of that step is complete. All processes call each method at once."""
+    """`best/` in a run's folder: the weights of its best evaluation; those of the step `staged` wait for its
+    checkpoint. All processes call each method at once."""
 
     def __init__(self, policy: Policy, run_dir: RunDir) -> None:
         self.policy, self.run_dir = policy, run_dir
@@ -207,10 +207,8 @@ class Evaluations(TrainerCallback):
     # ------------------------------------------------------------------------------------------------ the best weights
 
     def settle(self, step: int) -> None:
-        """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`.
-
-        A run that was killed between a checkpoint and `best/` still has the weights of that step.
-        """
+        """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`,
+        which also a run has that was killed between a checkpoint and `best/`."""
         best = self.history.best
         if best is None or best.step == 0:
             return

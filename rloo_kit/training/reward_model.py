@@ -88,12 +88,12 @@ class RewardModelResult:
 def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardModelResult:
     """Train a reward model on the pairs of `run.reward_model`, and measure it on those held out.
 
-    Everything is written to outputs/NAME-reward-model. Ctrl-C does not raise: what is trained so far is saved and
-    measured. `overwrite` deletes what an earlier training left in that folder, once nothing is left to refuse.
+    Everything is written to outputs/NAME-reward-model. Ctrl-C saves and measures what is trained so far. `overwrite`
+    deletes what an earlier training left in that folder, once nothing is left to refuse.
 
     Raises:
         ConfigError: no section, several processes, or an adapter to start from. DataError: the pairs cannot be used.
-        RunExistsError: the folder has an earlier training, and `overwrite` is not set.
+        RunExistsError: there is an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
     named, run = run, run.model_copy(deep=True)
@@ -291,11 +291,8 @@ class _ProgressLine(ProgressLine):
 
 
 def measure_pairs(pairs: list[Pair], reward: RewardModel, result: RewardModelResult) -> None:
-    """Add the measures and warnings of `reward` on held-out pairs to `result`.
-
-    Lengths are in tokens, and a tie counts as half right. "Length alone" is the better of two rankings that read
-    nothing: by the longer answer, and by the shorter one.
-    """
+    """Add the measures and warnings of `reward` on held-out pairs to `result`. Lengths are in tokens, a tie counts as
+    half right. "Length alone" is the better of ranking by the longer answer and by the shorter one."""
     prompts = [pair.prompt for pair in pairs]
     scores = reward(prompts * 2, [pair.answers[side] for side in (0, 1) for pair in pairs])
     halves = zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)
