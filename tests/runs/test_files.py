@@ -17,15 +17,7 @@ from rloo_kit.results.pages import embed_json, make_page, show_text
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
 from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, seal
-from rloo_kit.runs.files import (
-    append_rows,
-    git_revision,
-    read_json,
-    read_rows,
-    running_saves,
-    saving,
-    wait_for_saves,
-)
+from rloo_kit.runs.files import append_rows, git_revision, read_json, read_rows, running_saves, saving, wait_for_saves
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts, read_rollouts
 from rloo_kit.system.processes import say
