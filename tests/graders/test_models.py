@@ -56,8 +56,7 @@ def check_all(reward: MathAnswerReward, asked: list[tuple[str, str, float]]) -> 
 
 @pytest.mark.slow
 def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -> None:
-    """Guards against comparing LaTeX as text, and against math-verify's own limits, which use a POSIX signal: in a
-    thread every answer was wrong."""
+    """LaTeX compared as text; and math-verify's own limits use a POSIX signal: in a thread every answer was wrong."""
     pairs = [
         (r"It is \boxed{\frac{1}{2}}.", "0.5"),
         ("$1+x^2$", "x^2+1"),
@@ -305,8 +304,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, tuple[
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_reward_model_is_known_by_its_files(tmp_path: Path, case: str) -> None:
-    """A run evaluated, trained and evaluated again with a reward that could not be loaded, or, of a causal model, whose
-    head was random: what its files say was looked at after all of it."""
+    """A run evaluated, trained and evaluated again with a reward that could not be loaded, or had a random head."""
     changes, change, words = REFUSED[case]
     folder = write_checkpoint(tmp_path / "rm", **changes)
     if change is not None:
@@ -333,8 +331,7 @@ SOUND: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None]] = {
 
 @pytest.mark.parametrize("case", SOUND)
 def test_a_sound_reward_model_has_no_fault(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A false alarm keeps a run from starting, and there is no way around it; also through a link, from home, and by a
-    relative path."""
+    """A false alarm keeps a run from starting; also through a link, from home, and by a relative path."""
     changes, change = SOUND[case]
     folder = write_checkpoint(tmp_path / "rm", **changes)
     if change is not None:
@@ -347,8 +344,7 @@ def test_a_sound_reward_model_has_no_fault(tmp_path: Path, case: str, monkeypatc
 
 
 def test_a_hub_id_is_read_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id that was never loaded cannot be known without the network; of one in the cache only config.json may be
-    there, and the rest is downloaded."""
+    """Without the network, an id is known only from the cache, where only config.json may be."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name, changes in (("me/one", {}), ("me/two", {"id2label": None}), ("me/chat", {"architectures": ["OPTModel"]})):
         folder = write_checkpoint(tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "0a1b", **changes)
@@ -389,8 +385,7 @@ BATCH: dict[str, Any] = {"prompts": ["a"] * 32, "completions": ["b"] * 32, "comp
 def test_a_loading_that_fails_is_tried_once(
     checkpoint: Path, tmp_path: Path, tiny_tokenizer: Any, loads: list[Any], damage: str
 ) -> None:
-    """The guard scores each sample of a failed batch alone: 32 completions were 33 loadings of all weights, and the
-    next batch loaded again. What a library raises is of any kind."""
+    """The guard scores each sample of a failed batch alone: 32 completions were 33 loadings of all weights."""
     folder = shutil.copytree(checkpoint, tmp_path / "rm")
     if damage == "weights":  # a pointer of git-lfs
         (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
@@ -413,8 +408,7 @@ def test_a_loading_that_fails_is_tried_once(
 
 
 def test_a_random_head_is_refused(checkpoint: Path, tmp_path: Path, tiny_model: Any) -> None:
-    """transformers makes up what a checkpoint lacks, with a warning among others: a config alone says one output, the
-    weights are a language model's, and every score is noise."""
+    """transformers makes up what a checkpoint lacks: its config says one output, and every score is noise."""
     folder = shutil.copytree(checkpoint, tmp_path / "rm")
     config = json.loads((folder / "config.json").read_text())
     tiny_model.save_pretrained(folder)
@@ -449,8 +443,8 @@ def test_the_weights_of_a_reward_model_are_a_source_of_the_run(
 def test_a_hub_id_is_known_once_it_is_loaded(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: list[Any]
 ) -> None:
-    """On a machine with an empty cache there is nothing to compare before the download, and a resumed run would be
-    refused for weights that have not changed. One that cannot be loaded is an error before training, not a change."""
+    """With an empty cache there is nothing to compare, and a resumed run was refused for weights that had not
+    changed."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     reward = RewardModel("me/rm")
     with pytest.raises(WholeBatchError, match="me/rm"):

@@ -108,8 +108,7 @@ async def judge(completions: list[str], **batch: Any) -> list[float]:
 @pytest.mark.parametrize("kind", ["function", "async", "get_rewards"])
 @pytest.mark.parametrize(("result", "words"), NO_LISTS)
 def test_what_is_no_list_fails_the_batch(kind: str, result: Any, words: str) -> None:
-    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order; in each kind of
-    reward."""
+    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order."""
 
     async def later(completions: list[str]) -> Any:
         return result
@@ -165,8 +164,7 @@ class Ranks:
 
 @pytest.mark.parametrize("wrap", [lambda one: one, functools.partial, lambda one: NamedReward(one, "ranks", 1.0)])
 def test_a_reward_that_compares_fails_as_a_whole(wrap: Any) -> None:
-    """It raised, was asked again for each sample alone, had nothing to compare there and returned None: a batch without
-    a reward, and no failure that anybody saw."""
+    """Asked again for each sample alone it had nothing to compare: no reward, and no failure that anybody saw."""
     good, bad = BATCH | {"completions": ["a", "abc", "ab"]}, BATCH | {"completions": ["a", 7, "ab"]}
     guarded = guard(wrap(Ranks()))
     assert guarded.score(**good).values == [0.0, 2 / 3, 1 / 3]
@@ -260,8 +258,8 @@ def test_trl_sees_the_same() -> None:
 
 
 def test_models_are_left_to_trl() -> None:
-    """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type. And a guarded
-    reward is not guarded again: messages were wrapped in messages."""
+    """TRL tells `nn.Module` and model ids apart by type; a guarded reward guarded again wrapped messages in
+    messages."""
     model = torch.nn.Linear(1, 1)
     guarded = guard(thinking_reward)
     assert guard(model) is model and guard(guarded) is guarded
@@ -331,9 +329,8 @@ PLAIN = {"prompts": ["<|im_start|>ab"] * 3, "completions": ["1", "2", "x"]}
     ],
 )
 def test_a_reward_gets_the_form_that_it_reads(reward: Any, batch: Any, expected: list[Any]) -> None:
-    """TRL passes messages if the dataset has them, and text otherwise; a run's prompts are always text, so
-    `completion[0]["content"]` failed on each sample, but for those that a reward scores unread: one empty completion
-    kept the form. The form is found in the first batch, and kept."""
+    """A run's prompts are text, so `completion[0]["content"]` failed on each sample. The form is found in the first
+    batch, and kept; a sample that is scored unread, as an empty completion, does not settle it."""
     guarded = guard(reward)
     assert (found := guarded.score(**batch)).values == expected and found.failed == [False, False, True]
     assert "could not convert string to float: 'x'" in found.failures[0] or "out of range" in found.failures[0]

@@ -137,8 +137,8 @@ async def rewards_of_texts(prompts, completions):
     ],
 )
 def test_objects_with_get_rewards(get_rewards: Any, expected: list[float]) -> None:
-    """`get_rewards(prompts, completions)` is called by position, whatever its names; one that names `completions` gets
-    what it names. An async one gave a coroutine that was never awaited."""
+    """By position, whatever the names; one that names `completions` gets what it names. An async one was never
+    awaited."""
     guarded = guard(Sided(get_rewards), columns=["answer"])
     found = guarded.score(**BATCH)
     assert found.values == expected

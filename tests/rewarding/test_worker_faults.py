@@ -78,8 +78,7 @@ CORE = ("detached_and_hangs", "calls_exit", "forged_pickle", "a_megabyte_of_erro
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in CORE else pytest.mark.slow) for one in FAULTS])
 def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process; an
-    error text of a megabyte went to the terminal."""
+    """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process."""
     before, children = os.getcwd(), set(psutil.Process().children(recursive=True))
     words, reward = FAULTS[name], make(name, LIMIT_S if FAULTS[name] == KILLED else 60.0)
     guarded = guard(reward)
@@ -98,8 +97,7 @@ def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) ->
 
 
 def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tmp_path: Path) -> None:
-    """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them, and one that
-    was started between the look for children and the kill stayed."""
+    """A sandbox starts programs with an empty environment: the mark does not find them, and one of them stayed."""
     reward = make("clean_children_without_end")
     reward.load()
     with pytest.raises(WholeBatchError, match="took longer"):
@@ -111,8 +109,7 @@ def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tm
 
 @pytest.mark.slow
 def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
-    """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the run;
-    later only if a detached child kept the other end."""
+    """The request was written without a limit: a stopped worker and a batch larger than the pipe hung the run."""
     reward = make("stops_later_detached", timeout_s=10.0)
     assert call(reward, "bad") == [1.0]
     process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
@@ -176,8 +173,7 @@ ENDED = "end_workers(); print('ended', flush=True); time.sleep(60)"
     "last", ["SIGKILL", *(pytest.param(one, marks=pytest.mark.slow) for one in (ENDED, "raise SystemExit(1)"))]
 )
 def test_nothing_stays_behind_when_a_run_ends(last: str) -> None:
-    """A program that a reward has left running kept a core of the only machine busy for days. After SIGKILL nothing of
-    the run's own code runs: the watchdog ends what is marked, then itself."""
+    """A program that a reward had left running kept a core busy for days; after SIGKILL only the watchdog is left."""
     program = PROGRAM.format(folder=str(HERE), last=last)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
