@@ -210,7 +210,6 @@ class ReasoningGymScore(Verifier):
 
     @cached_property
     def worker(self) -> Worker:
-        """The process the verifiers run in."""
         return Worker(GYM_REWARD)
 
     def __call__(

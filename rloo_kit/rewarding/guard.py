@@ -152,7 +152,6 @@ class NamedReward:
 
     @property
     def signature(self) -> Signature:
-        """The inner reward's."""
         return read_signature(self.reward)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
@@ -182,7 +181,6 @@ class Scored:
 
     @property
     def failed(self) -> list[bool]:
-        """Whether the reward failed, per sample."""
         return [problem is not None for problem in self.problems]
 
     @property
@@ -303,7 +301,6 @@ def is_relative(reward: Any) -> bool:
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The future of a coroutine of an async guard."""
     future = submit(coroutine)
     PENDING.add(future)
     future.add_done_callback(PENDING.discard)

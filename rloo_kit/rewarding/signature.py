@@ -147,7 +147,6 @@ class Signature:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that can be given by name."""
         return self.required + self.optional
 
     def select(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,6 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """The text of `write_json`."""
     return json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -152,7 +152,6 @@ def read_adapter(folder: str | Path) -> dict[str, Any]:
 
 
 def hub_cache() -> Path:
-    """The folder of huggingface_hub's downloads."""
     return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 

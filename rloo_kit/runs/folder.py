@@ -90,8 +90,6 @@ class RunDir(RunReader):
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
-    # ------------------------------------------------------------------------------------------------ open
-
     @classmethod
     def create(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
         """Open the folder of `run` for writing, and record its configuration and versions.
@@ -210,25 +208,18 @@ class RunDir(RunReader):
                 (self.folder / name).unlink(missing_ok=True)
         Rollouts(self.folder).delete()
 
-    # ------------------------------------------------------------------------------------------------ lost folders
-
     def check_there(self) -> None:
         """Raise RunNotFoundError if the folder that this process opened was removed, or replaced by another run's."""
         if self._is_lost():
-            raise self._make_lost_error()
-
-    def _make_lost_error(self) -> RunNotFoundError:
-        return RunNotFoundError(
-            f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python the "
-            "policy still has the weights trained so far (rloo_kit.save_adapter(policy, FOLDER) saves "
-            "them). Start over, with run.output_dir=... where nothing removes it"
-        )
+            raise RunNotFoundError(
+                f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python "
+                "the policy still has the weights trained so far (rloo_kit.save_adapter(policy, FOLDER) saves them). "
+                "Start over, with run.output_dir=... where nothing removes it"
+            )
 
     def _is_lost(self) -> bool:
         """Whether this process has opened the folder, and it is not there any more."""
         return self.writes and bool(self._config) and id_in_config(self.folder) != self.id
-
-    # ------------------------------------------------------------------------------------------------ status
 
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), and `fields`, which update old ones (see docs/runs.md)."""
@@ -268,15 +259,12 @@ class RunDir(RunReader):
                 self.replace_jsonl(name, [row for row in self.read_jsonl(name) if (row_step(row) or 0) <= step])
         Rollouts(self.folder).cut(step)
 
-    # ------------------------------------------------------------------------------------------------ files
-
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
         self.check_there()
         return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
-        """`write_text` of `value` as JSON; NaN and infinities become null."""
         return self.write_text(name, to_json(value))
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -286,12 +274,9 @@ class RunDir(RunReader):
             append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Replace a JSONL file atomically with these rows."""
         self.check_there()
         if self.writes:
             write_bytes(self.folder / name, to_lines(rows))
-
-    # ------------------------------------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -316,7 +301,7 @@ class RunDir(RunReader):
         if error is None or isinstance(error, RlooKitError):
             return
         if is_lost and isinstance(error, Exception):  # a save reports it in its own way
-            raise self._make_lost_error() from error
+            self.check_there()
         if is_disk_full(error):
             last = self.last_checkpoint()
             kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"

@@ -57,7 +57,6 @@ class Report:
         return int(bool(errors_of(self.checks)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         checks = [
             {"name": check.name, "status": STATUS[check.level][0], "found": check.found, "todo": check.fix}
             for check in self.checks

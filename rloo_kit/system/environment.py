@@ -78,7 +78,6 @@ class Environment:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table's rows: name and finding."""
         gpu, rows = self.gpu, [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
             rows.append(("GPU", f"none: {self.gpu_reason}"))
@@ -119,9 +118,6 @@ class Environment:
         return render_text(self)
 
     __repr__ = __str__
-
-
-# ------------------------------------------------------------------------------------------------ .env
 
 
 def find_root(start: Path | None = None) -> Path | None:
@@ -193,17 +189,13 @@ def find_token() -> str:
     return "not found (gated and private models need one: HF_TOKEN in .env)"
 
 
-# ------------------------------------------------------------------------------------------------ choices
-
-
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
     """Precision and the reason: bf16 if the GPU has it in hardware, fp16 on older GPUs, fp32 without one."""
     if gpu is None:
         return "fp32", "no NVIDIA GPU is used"
     if gpu.capability >= BF16_CAPABILITY:
         return "bf16", f"compute capability {gpu.compute_capability} has it in hardware"
-    needed = ".".join(str(part) for part in BF16_CAPABILITY)
-    return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {needed}"
+    return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {BF16_CAPABILITY[0]}.{BF16_CAPABILITY[1]}"
 
 
 def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:
@@ -278,8 +270,6 @@ def _let_segments_grow() -> None:
     if not unfit and not is_importable("vllm") and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
-
-# ------------------------------------------------------------------------------------------------ set-up
 
 _current: Environment | None = None
 _requested = "auto"  # the backend that an earlier call named; a later call without one keeps it

@@ -117,7 +117,6 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def call(

@@ -21,9 +21,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # Python's own Ctrl-C raises already
 
 
-# ------------------------------------------------------------------------------------------------ ranks
-
-
 def count_processes() -> int:
     """Processes of a run (WORLD_SIZE), 1 without a launcher; ConfigError if it is no whole number above 0."""
     return _read(WORLD_SIZE, 1, least=1)
@@ -67,9 +64,6 @@ def _read(name: str, default: int, least: int = 0) -> int:
             f"the environment's {name} is {text!r}; a launcher sets it to a whole number, {least} or more"
         )
     return int(text)
-
-
-# ---------------------------------------------------------------------------------------------- signals, random numbers
 
 
 @contextmanager

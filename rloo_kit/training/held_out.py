@@ -72,7 +72,6 @@ class BestWeights:
         self.staged: int | None = None
 
     def are_of(self, step: int) -> bool:
-        """Whether the folder holds the weights of `step`."""
         return share(read_best_step(self.run_dir.folder, self.run_dir.id)) == step
 
     def stage(self, step: int, record: dict[str, Any]) -> None:
@@ -123,8 +122,6 @@ class Evaluations(TrainerCallback):
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
         self._restore()
 
-    # ------------------------------------------------------------------------------------------------ the schedule
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
         self._measure_best_again()
@@ -161,8 +158,6 @@ class Evaluations(TrainerCallback):
 
     def _is_due(self, step: int, max_steps: int) -> bool:
         return step % self.run.eval.every_steps == 0 or step >= max_steps
-
-    # ------------------------------------------------------------------------------------------------ one evaluation
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
@@ -203,8 +198,6 @@ class Evaluations(TrainerCallback):
         row["evaluation"] = {name: kept for name, kept in rest.items() if kept not in (None, [], {})}
         self.rows = sorted([*self.rows, row], key=lambda row: row["step"])
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)
-
-    # ------------------------------------------------------------------------------------------------ the best weights
 
     def settle(self, step: int) -> None:
         """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`,

@@ -85,7 +85,6 @@ class MemoryWatch:
             self._completion = max(self._completion, row["completion_tokens"])
 
     def start(self) -> None:
-        """Reset the peaks."""
         gc.collect()
         if not self.machine.on_cuda:
             trim_heap()

@@ -235,7 +235,6 @@ def merge_adapter(model: Any) -> Any:
 def _train(
     run: RunConfig, section: RewardModelSection, model: Any, tokenizer: Any, pairs: list[Pair], run_dir: RunDir
 ) -> RewardModelResult:
-    """Train `model`, and save it merged."""
     dtype, masters = model.dtype, trainable_tensors(model)
     bind_padding(model, tokenizer)
     args = trl.RewardConfig(
@@ -283,8 +282,6 @@ class RewardTrainer(trl.RewardTrainer):
 
 
 class _ProgressLine(ProgressLine):
-    """The progress line of a reward model's training."""
-
     def _line(self, state: Any, left_s: float, since_s: float) -> str:
         metrics = ", ".join(f"{name} {self._logs[name]:.3f}" for name in ("loss", "accuracy", "margin"))
         return f"{super()._line(state, left_s, since_s)} | {metrics}"

@@ -242,7 +242,6 @@ def plain_arguments(run: RunConfig, section: SftSection | RewardModelSection, on
 
 
 def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `SFTConfig`."""
     return plain_arguments(run, run.sft, policy.model.device.type == "cpu") | {
         "output_dir": str(folder),
         "learning_rate": run.sft.learning_rate,
@@ -295,8 +294,6 @@ class SftTrainer(trl.SFTTrainer):
 
 
 class _SftProgressLine(ProgressLine):
-    """The progress line of supervised training."""
-
     def __init__(self, trainer: SftTrainer, writer: MetricsWriter, every_s: float, after_s: float):
         super().__init__(writer, every_s, after_s)
         self.trainer, self._tokens = trainer, 0
