@@ -195,7 +195,8 @@ def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
         return "fp32", "no NVIDIA GPU is used"
     if gpu.capability >= BF16_CAPABILITY:
         return "bf16", f"compute capability {gpu.compute_capability} has it in hardware"
-    return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {BF16_CAPABILITY[0]}.{BF16_CAPABILITY[1]}"
+    needed = ".".join(map(str, BF16_CAPABILITY))
+    return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {needed}"
 
 
 def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:

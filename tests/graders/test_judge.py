@@ -176,6 +176,7 @@ def test_the_key_is_sent_and_written_nowhere(
     "params, words",
     [
         ({"url": "localhost:8000"}, "http://host:port/v1"),
+        ({"url": "http://host:99999/v1"}, "Port"),
         ({"url": f"http://user:{KEY}@host/v1"}, "key_env"),
         ({"key_env": KEY}, "name of an environment variable"),
         ({"key_env": "NOT_THERE"}, ".env"),

@@ -111,14 +111,6 @@ def test_a_redirect_names_the_address_to_set(serve: Any, tmp_path: Path, status:
     assert f"set url to {endpoint.url}/api/v1" in judge(f"{endpoint.url}/v1", tmp_path).find_fault()
 
 
-def test_models_that_are_listed_otherwise_or_not_at_all(serve: Any, tmp_path: Path) -> None:
-    """Guards against a check of the list in place of a request: gateways serve aliases, and some list nothing."""
-    lists = [(200, {}, {"data": [{"id": "org/m-2026"}]}), (404, {}, ""), (200, {}, []), (200, {}, "html")]
-    for number, listed in enumerate(lists):
-        endpoint = serve(lambda method, path, listed=listed: chat() if method == "POST" else listed)
-        assert works(judge(f"{endpoint.url}/v1", tmp_path / str(number)))
-
-
 def test_a_model_that_is_not_served_is_named_with_those_that_are(serve: Any, tmp_path: Path) -> None:
     """Guards against a misspelt model that is found after the weights have loaded."""
     refusal = 404, {}, {"error": {"message": "The model `x` does not exist."}}
@@ -192,10 +184,3 @@ def test_nobody_there_is_one_sentence_at_once(tmp_path: Path, url: str, monkeypa
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 1e6)
     found = judge(url, tmp_path).find_fault()
     assert url in found and "start the judge" in found and "\n" not in found
-
-
-@pytest.mark.parametrize("url", ["http://host:99999/v1", "ftp://host/v1", "host/v1", "http:///v1"])
-def test_an_address_that_is_none_is_refused_when_it_is_read(tmp_path: Path, url: str) -> None:
-    """Guards against an error of the HTTP library in place of the key's name."""
-    with pytest.raises(ValueError, match="url|port|Port"):
-        judge(url, tmp_path)

@@ -80,10 +80,8 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 def test_published_rewards_get_what_they_accept(reward: Any, expected: list[float]) -> None:
     """The published recipe's `def length_reward(completions)` failed on every sample: unexpected keyword 'prompts'."""
-    guarded = guard(reward, columns=["answer"])
-    found = guarded.score(**BATCH)
-    assert found.values == expected
-    assert found.failures == []
+    found = guard(reward, columns=["answer"]).score(**BATCH)
+    assert found.values == expected and found.failures == []
 
 
 def test_columns_and_what_cannot_be_inspected_get_everything() -> None:
@@ -127,10 +125,8 @@ async def rewards_of_texts(prompts, completions):
 def test_objects_with_get_rewards(get_rewards: Any, expected: list[float]) -> None:
     """By position, whatever the names; one that names `completions` gets what it names. An async one was never
     awaited."""
-    guarded = guard(Sided(get_rewards), columns=["answer"])
-    found = guarded.score(**BATCH)
-    assert found.values == expected
-    assert found.failures == []
+    found = guard(Sided(get_rewards), columns=["answer"]).score(**BATCH)
+    assert found.values == expected and found.failures == []
 
 
 @pytest.mark.parametrize(
