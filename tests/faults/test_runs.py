@@ -84,14 +84,6 @@ def test_a_damaged_adapter_of_a_finished_run_is_saved_again(reference):
     assert_equal(place.result(), reference.result())
 
 
-def test_an_emptied_status_is_rebuilt(reference):
-    """A write that was cut off, or a full disk, can leave status.json empty."""
-    place = reference.copy("emptied")
-    (place.run_folder / "status.json").write_bytes(b"")
-    assert place.run("rloo.learning_rate=0.1") == 2 and place.checkpoints() == reference.checkpoints()
-    assert place.run("--resume") == 0 and "finished already" in place.printed()
-
-
 def test_a_signal_while_it_trains_ends_with_a_checkpoint(place):
     """SIGHUP killed the run at once, without a checkpoint; below and in test_cli.py are SIGHUP and Ctrl-C."""
     (place.folder / "slow").write_text("0.3")
