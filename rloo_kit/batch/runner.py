@@ -236,7 +236,7 @@ class BatchRunner:
             logger.exception("papermill failed")
         finally:
             self.kernel = None
-            end_marked(lambda marks: marks.get(RUN_MARK) == str(folder))
+            end_marked(RUN_MARK, str(folder))
             logger.removeHandler(log)
             log.close()
         return ("interrupted", f"the batch was ended by {self.signals[0]}") if self.signals else (state, why)

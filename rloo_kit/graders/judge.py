@@ -21,10 +21,9 @@ from itertools import accumulate, combinations, groupby
 from pathlib import Path
 from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from jinja2 import Environment, StrictUndefined, TemplateError, meta
+from jinja2 import Environment, StrictUndefined
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.config.schema import RewardSection
@@ -80,7 +79,7 @@ _TEMPLATES = _Templates(undefined=StrictUndefined, trim_blocks=True)
 
 @dataclass
 class Judge:
-    """A language model that answers questions about answers.
+    """A language model that answers questions about answers. Raises ValueError for a parameter that cannot be used.
 
     Args:
         url: of the endpoint, up to /v1. model: its name there.
@@ -89,13 +88,10 @@ class Judge:
             rubric, row (the dataset's columns), and answer, low and high ("score") or answers ("rank", "compare").
         key_env: environment variable with the API key; None: OPENAI_API_KEY if it is set.
         concurrency: requests at a time. request_timeout_s: for a whole reply.
-        max_calls, max_tokens: of the run, None: no limit. Nothing is scored beyond them. Calls under way may exceed
+        max_calls, max_tokens: of the run, None: no limit. Nothing is scored beyond them; calls under way may exceed
             max_tokens.
         options: further fields of the request, such as {max_tokens: 500}; null drops one.
         folder: of the cache. run: whose budget it is.
-
-    Raises:
-        ValueError: a parameter that cannot be used.
     """
 
     url: str
@@ -142,14 +138,6 @@ class Judge:
             self.source_digests = {f"template {Path(self.template).name}": digest_texts([self._template])}
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
         self.counts, self._gives_up, self._base = defaultdict[str, float](float), False, self.url
-        fields = ["answer", "low", "high"] if self.mode == "score" else ["answers"]
-        try:
-            named = meta.find_undeclared_variables(_TEMPLATES.parse(self._template)) - _TEMPLATES.globals.keys()
-        except TemplateError as error:
-            raise ValueError(f"template is {self.template}: {describe_error(error)}") from None
-        if fields[0] not in named or named - {"task", "rubric", "row", *fields}:
-            problem = f"template is {self.template} and names {', '.join(sorted(named))}; it has to name {fields[0]}"
-            raise ValueError(f"{problem}, and may name task, rubric, row, {', '.join(fields)}")
 
     @cached_property
     def _template(self) -> str:
@@ -173,8 +161,7 @@ class Judge:
         return _TEMPLATES.from_string(self._template), tag, find_key(VERDICTS[self.mode])
 
     def _render(self, task: str, row: dict[str, Any], answers: Sequence[str]) -> str:
-        """The request. In the answers, tags of the template and the verdict's key are made harmless: none closes its
-        own place, or has a verdict that a judge could quote."""
+        """The request. In the answers, tags of the template and the verdict's key are made harmless."""
         template, tag, key = self._compiled
         shown: dict[str, Any] = {"answers": [key.sub(r"&quot;\1&quot;", tag.sub("&lt;", answer)) for answer in answers]}
         if self.mode == "score":
@@ -200,12 +187,7 @@ class Judge:
             if self._key and is_exposed(self.url):
                 say(f"{self.key_env or KEY} and the answers go to {self.url} unencrypted; https hides them")
             timeout = httpx.Timeout(self.request_timeout_s, connect=min(CONNECT_TIMEOUT_S, self.request_timeout_s))
-            try:
-                client = httpx.AsyncClient(timeout=timeout, **self._options)
-            except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-                problem = f"the environment's proxy or certificates cannot be used ({describe_error(error)})"
-                fix = "pip install 'httpx[socks]', or correct ALL_PROXY, HTTP_PROXY, NO_PROXY, SSL_CERT_FILE"
-                raise RewardError(f"{problem}: {fix}") from None
+            client = httpx.AsyncClient(timeout=timeout, **self._options)
             self._held = loop, client, asyncio.Semaphore(self.concurrency), dict[str, Any]()
         return self._held[1:]
 
@@ -235,29 +217,27 @@ class Judge:
         return connection
 
     def find_fault(self, row: dict[str, Any] | None = None, task: str = "Say hello.") -> str:
-        """Why the judge cannot be used, in words; "" if it can. Asks it once, for a verdict on made-up answers to
-        `task`, in its own template with the columns of `row`; without a row in the kit's."""
+        """Why the judge cannot be used; "" if it can. Asks it once for a verdict on made-up answers to `task`, in its
+        own template with the columns of `row`; without a row in the kit's."""
         judge = self if row is not None or self.template is None else replace(self, template=None)
         judge.counts, judge._gives_up = defaultdict(float), False
         try:
             run_async(judge.ask(*judge._made_up(task, row or {}), is_check=True))
         except Exception as error:
             known = isinstance(error, ValueError | RewardError)
-            return (str(error) if known else describe_error(error)) + self._explain(error)
+            return (str(error) if known else describe_error(error)) + self._name_served(error)
         if self.max_tokens is not None and not judge.counts["tokens"]:
             return f"max_tokens is {self.max_tokens:,}, and {self.url} does not report tokens (usage): set max_calls"
         return ""
 
-    def _explain(self, error: Exception) -> str:
-        """What else may be the cause: a model that is not served, a proxy."""
-        host, hint = urlsplit(self.url).hostname or "", ""
+    def _name_served(self, error: Exception) -> str:
+        """The models that are served, if a request for another one was refused."""
         with suppress(Exception):
             served = httpx.get(f"{self._base}/models", timeout=CONNECT_TIMEOUT_S, **self._options).json()["data"]
             names = [str(entry["id"]) for entry in served]
             if REFUSES in str(error) and self.model not in names:
-                hint = f"; {self.url} serves {', '.join(names)}, not {self.model}"
-        is_proxied = urlsplit(self.url).scheme in getproxies() and not is_loopback(self.url) and not proxy_bypass(host)
-        return hint + (f"; a proxy stands between (HTTP_PROXY): NO_PROXY={host} leaves it out" if is_proxied else "")
+                return f"; {self.url} serves {', '.join(names)}, not {self.model}"
+        return ""
 
     async def ask(self, text: str, answers: Sequence[str], *, is_check: bool = False) -> Any:
         """The verdict of the judge on `answers` that `text` shows, or RewardError. Equal requests are one call.
@@ -479,8 +459,8 @@ class JudgeReward(AnswerReader, Judge):
 
 
 def task_text(prompt: Any, row: dict[str, Any]) -> str:
-    """What the user asked, for a judge: a prompt's messages, of one that is rendered as ChatML without the system's; of
-    another one the row's `user_message` or `question`, else the text itself."""
+    """What the user asked, for a judge: a prompt's messages, of a rendered ChatML one without the system's; of another
+    one the row's `user_message` or `question`, else the text itself."""
     if isinstance(prompt, str):
         messages = [turn for turn in chat_messages(prompt) if turn[0] != "system"]
     else:

@@ -27,7 +27,7 @@ _TIES = ("tie", "neither", "both", "equal", "none")
 
 
 def read_reply(choice: dict[str, Any], request: dict[str, Any]) -> str:
-    """The text of a chat completion's first choice, of its reasoning only if there is no other; raises ValueError for a
+    """The text of a chat completion's first choice, of its reasoning only if there is no other; ValueError for a
     refusal, or an end by `finish_reason`, with the limit in `request`."""
     message, reason = choice["message"], str(choice.get("finish_reason")).lower()
     if reason in CUT:
@@ -111,8 +111,7 @@ def find_key(name: str) -> "re.Pattern[str]":
 
 
 def contains(answer: str, name: str, verdict: Any, read: Callable[[Any], Any]) -> bool:
-    """Whether an answer contains the verdict, written as JSON, or begins to write one, so that the judge may only quote
-    it."""
+    """Whether an answer contains the verdict as JSON, or begins to write one, so that the judge may only quote it."""
     for match in find_key(name).finditer(answer):
         start = answer.index(":", match.end()) + 1
         start += len(answer[start:]) - len(answer[start:].lstrip())

@@ -23,9 +23,8 @@ _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")  # by the chat template, at 
 class TextForm:
     """The text that a reward model reads, as TRL's RewardTrainer writes it: a conversation through the chat template.
 
-    A run passes its prompts rendered. By the model's own template, the text becomes that of the conversation; by
-    another one, the question is the user's message. Any other text is followed by the completion and, with `ends`, the
-    end token.
+    Of a run's prompts, those rendered by the model's own template become that conversation; of another one, the
+    question is the user's message. Any other text is followed by the completion and, with `ends`, the end token.
     """
 
     def __init__(self, tokenizer: Any, ends: bool = False) -> None:
@@ -80,18 +79,16 @@ def find_model_fault(model: str) -> str:
 class RewardModel(AnswerReader):
     """A trained reward model: a sequence-classification checkpoint with one output, loaded on first use.
 
-    It scores prompt and completion together, in the form of `TextForm`. Of a model that thinks it reads the answer
-    alone; a completion without one (its thinking was never closed, or nothing follows it) gets the lowest score of the
-    others in the call, so that it escapes no penalty, and None if no completion of the call has an answer.
+    It scores prompt and completion together, in the form of `TextForm`; of a model that thinks, the answer alone. A
+    completion without one gets the lowest score of the others in the call, so that it escapes no penalty.
 
     Args:
         model: hub id or folder of the checkpoint; `rloo-kit reward-model` trains one.
         batch_size: texts scored at a time.
         max_length: tokens; a longer text is not scored (None), never cut.
-        device: "cuda", "cpu", ...; by default a GPU if there is one.
-        dtype: the weights' precision by torch's name, "auto" for the checkpoint's own.
-        think_end_id, thinking, decode: as for `rewards.AnswerReward`, bound by a run; thinking: false scores thought
-            and answer together.
+        device: "cuda", "cpu", ...; by default a GPU if there is one. dtype: torch's name, "auto" for the checkpoint's
+            own.
+        think_end_id, thinking, decode: as for `rewards.AnswerReward`, bound by a run.
     """
 
     __name__: ClassVar[str] = "reward_model"
@@ -155,11 +152,8 @@ class RewardModel(AnswerReader):
         question: Sequence[Any] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The scores of a batch; `get_rewards(prompts, completions)`, as published recipes have it, is the same call.
-
-        Raises:
-            ValueError: the model thinks, and there are no completion_ids. WholeBatchError: as `loaded`.
-        """
+        """The scores of a batch; also `get_rewards(prompts, completions)`, as published recipes have it. Raises
+        ValueError if the model thinks and there are no completion_ids, WholeBatchError as `loaded`."""
         (model, form), answers = self.loaded, list(completions)
         if self.thinking:
             if completion_ids is None:

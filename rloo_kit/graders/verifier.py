@@ -35,8 +35,8 @@ class AnswerReader:
     decode: Decode | None = field(default=None, repr=False, compare=False)
 
     def _answers(self, completions: Sequence[Any], completion_ids: Sequence[Any], masks: Any) -> list[str]:
-        """What follows the thinking of each completion, with `masks` (None without tools) of its last turn; empty if it
-        was never closed."""
+        """What follows the thinking of each completion, with `masks` (None without tools) of its last turn; empty if
+        that was never closed."""
         if self.thinking:
             refuse_assumed(self.__name__, self.think_end_id, completions, completion_ids)
         options: dict[str, Any] = {"think_end_id": self.think_end_id, "thinking": self.thinking, "decode": self.decode}
@@ -48,16 +48,10 @@ class AnswerReader:
 
 @dataclass
 class Verifier(AnswerReader):
-    """A reward that asks a library in a `Worker`, within two time limits.
+    """A reward that asks a library in a `Worker`, within two time limits; RewardError if the library does not work.
 
-    If the library takes longer than `answer_timeout_s`, the answer counts as wrong. If its process dies, or the batch
-    has taken `timeout_s`, the sample counts as failed (NaN, which the guard reports).
-
-    Args:
-        answer_timeout_s: limit for one answer, in seconds. timeout_s: limit for a batch.
-
-    Raises:
-        RewardError: the library is not installed or does not work.
+    An answer that takes longer than `answer_timeout_s` is wrong. If the process dies, or the batch has taken
+    `timeout_s`, the sample counts as failed (NaN, which the guard reports).
     """
 
     caught: ClassVar[type[RlooKitError]] = WholeBatchError  # the guard asks again, sample by sample, after any other
@@ -148,8 +142,7 @@ class MathAnswerReward(Verifier):
 
 
 def _ending(text: str) -> str:
-    """What the last line of `text` says after `is`, a colon or the like; `text` if that is no number, but a formula is
-    marked."""
+    """What the last line says after `is`, a colon or the like; `text` if that is no number, but a formula is marked."""
     mark = r"\b(?<!which )(?:is|are|be|equals)\b:?|\b(?i:therefore|thus|hence|so),?\s|[A-Za-z]:\**\s"
     end = re.split(mark, text.splitlines()[-1])[-1].strip(" *").rstrip(".*")
     return text if _FORMULA.search(text) and parse_number(end) is None else end
@@ -158,7 +151,7 @@ def _ending(text: str) -> str:
 def verify_answer(expected: str, given: str) -> bool | None:
     """Whether math-verify finds `given` equal to `expected`; None if it cannot parse `expected`.
 
-    Runs in the worker. math-verify's own time limits are off: they need the main thread and miss hangs in C code.
+    In the worker. Its own time limits are off: they need the main thread and miss hangs in C code.
     """
     from math_verify import verify
 
@@ -169,8 +162,8 @@ def verify_answer(expected: str, given: str) -> bool | None:
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in `text`: the last box, else the last formula, else all of it. In text without markup it
-    would take a part of the answer, as the 2 of `(1, 2)`."""
+    """What math-verify reads in `text`: the last box, else the last formula, else all of it, never a part of text
+    without markup, as the 2 of `(1, 2)`."""
     from math_verify import LatexExtractionConfig, parse
 
     for pattern, to in _UNREAD:
@@ -190,14 +183,13 @@ BUILD_TIMEOUT_S = 60.0  # to make a task's verifier
 class ReasoningGymScore(Verifier):
     """The verifier's score of the answer, 0.0 to 1.0; None for a row that is not from reasoning-gym.
 
-    0.0 if the thinking was never closed, there is no answer, or the verifier raises on it; failed if the verifier
-    cannot be built (for a refused task, for example). `Verifier` describes the other arguments and limits.
+    0.0 if the thinking was never closed, there is no answer, or the verifier raises on it; failed if there is no
+    verifier (of a refused task, for example). `Verifier` describes the other arguments and limits.
 
     Args:
-        threshold: above 0, at most 1; 1.0 if the score reaches it, else 0.0. None: the score itself, partial credit
-            included.
-        find: `whole` (everything after the tag), `boxed` (the content of its last \\boxed{}),
-            `answer_tag` (the content of its last <answer></answer>, as the library's own prompts ask for it).
+        threshold: above 0, at most 1; 1.0 if the score reaches it, else 0.0. None: the score, partial credit included.
+        find: `whole` (everything after the tag), `boxed` (the last \\boxed{}), `answer_tag` (the last
+            <answer></answer>, as the library's own prompts ask for it).
     """
 
     __name__: ClassVar[str] = GYM_REWARD
@@ -218,7 +210,6 @@ class ReasoningGymScore(Verifier):
 
     @cached_property
     def worker(self) -> Worker:
-        """The process the verifiers run in."""
         return Worker(GYM_REWARD)
 
     def __call__(
@@ -254,8 +245,8 @@ class ReasoningGymScore(Verifier):
         return float(value) if self.threshold is None or math.isnan(value) else float(value >= self.threshold)
 
     def _prepare(self, row: str) -> bool:
-        """Load the library and make the row's verifier before a time limit counts, also after an answer that took too
-        long. False if it cannot be made, which is attempted and reported once."""
+        """Load the library and make the row's verifier before a time limit counts. False if it cannot be made, which is
+        tried and reported once."""
         if not self.worker.running:
             self._made = {settings: False for settings, works in self._made.items() if not works}
             try:

@@ -41,14 +41,9 @@ PENDING: set[Future[Any]] = set()  # calls of async rewards that somebody waits 
 def guard(reward: Any, columns: Iterable[str] | None = None) -> Any:
     """`reward` wrapped in a guard; unchanged if it has one, or if TRL loads and calls it itself (ids, `nn.Module`s).
 
-    A guarded reward is called with the arguments that its signature accepts. An object with
-    `get_rewards(prompts, completions)` is wrapped as a reward.
-
-    Args:
-        columns: the dataset's columns, with `thinking_forced` if the run has a thinking budget; None: not known.
-
-    Raises:
-        RewardError: `reward` cannot be called, or not with TRL's arguments and these columns.
+    It is called with the arguments that its signature accepts; an object with `get_rewards(prompts, completions)` is a
+    reward. `columns`: the dataset's, and `thinking_forced` with a thinking budget; None: not known. Raises RewardError
+    if it cannot be called, or not with TRL's arguments and these columns.
     """
     check_no_class(reward)
     if isinstance(reward, GuardedReward):
@@ -103,8 +98,8 @@ def reward_name(reward: Any) -> str:
 
 
 def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
-    """Unique, non-empty names to log rewards under: TRL has no name for a model that was built in memory, and rewards
-    with the same name share a column.
+    """Unique, non-empty names to log rewards under: a model that was built in memory has none, and equal ones share a
+    column.
 
     >>> log_names(["length", "length"], [len, len])
     ['length', 'length_2']
@@ -122,8 +117,8 @@ def log_names(names: Sequence[str], rewards: Sequence[Any]) -> list[str]:
 
 
 class RewardsObject:
-    """An object with `get_rewards(prompts, completions)` as a reward. Both are passed by position, so the parameters
-    may have any names; a method that names `completions` or `completion_ids` gets everything it names."""
+    """An object with `get_rewards(prompts, completions)` as a reward: both are passed by position, whatever their
+    names; a method that names `completions` or `completion_ids` gets everything it names."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
@@ -157,7 +152,6 @@ class NamedReward:
 
     @property
     def signature(self) -> Signature:
-        """The inner reward's."""
         return read_signature(self.reward)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
@@ -187,7 +181,6 @@ class Scored:
 
     @property
     def failed(self) -> list[bool]:
-        """Whether the reward failed, per sample."""
         return [problem is not None for problem in self.problems]
 
     @property
@@ -199,8 +192,8 @@ class Scored:
 
 
 class GuardedReward:
-    """A reward that scores the other samples if it fails on one. `form`: of text and messages it reads what is "given"
-    or the "other"; None until it has scored a sample."""
+    """A reward that scores the other samples if it fails on one. `form`: whether it reads texts or messages as "given"
+    or in the "other" form; None until it has scored a sample."""
 
     def __init__(self, reward: Callable[..., Any], is_async: bool = False) -> None:
         self.reward, self.is_async = reward, is_async
@@ -308,7 +301,6 @@ def is_relative(reward: Any) -> bool:
 
 
 def _submit(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The future of a coroutine of an async guard."""
     future = submit(coroutine)
     PENDING.add(future)
     future.add_done_callback(PENDING.discard)

@@ -77,7 +77,8 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
     check_reward_name(key, entry.name)
     if entry.env:
         raise ConfigError(f"{key}.env is for a module:function; {entry.name} reads no variables: leave env out")
-    factory = find_factory(entry.name)
+    registered = REGISTRY[entry.name]
+    factory = resolve(registered) if isinstance(registered, str) else registered  # a part's is loaded now
     accepted = inspect.signature(factory).parameters
     check_params(key, entry, [name for name in accepted if name not in BOUND_ONLY])
     vocab = tokenizer.get_vocab()
@@ -97,12 +98,6 @@ def build_reward(run: RunConfig, tokenizer: Any, entry: RewardSection, key: str 
         _check_tag(key, entry, bound["think_end_id"], required=thinking is not False)
     values = {name: value for name, value in bound.items() if name in accepted and value is not None}
     return construct(run, key, entry.name, factory, values | entry.params)
-
-
-def find_factory(name: str) -> Callable[..., Any]:
-    """The class of a registered reward; a part's is loaded now."""
-    registered = REGISTRY[name]
-    return resolve(registered) if isinstance(registered, str) else registered
 
 
 def check_reward_name(key: str, name: str) -> None:

@@ -22,14 +22,9 @@ def name_columns(dataset: Iterable[str], has_budget: bool, toolbox: Tools | None
 
 
 def make_columns(completions: Sequence[Completion], has_budget: bool, toolbox: Tools | None) -> dict[str, list[Any]]:
-    """What rewards get of completions, by name: the convention's arguments, the dataset's columns and, with a thinking
-    budget, `thinking_forced`; with tools `completion_mask` (0 for a tool's result), `turns` (its messages) and
-    `environments`.
-
-    Args:
-        completions: at least one; their rows have equal columns.
-        toolbox: of the run, with the environments of this very batch; None for no environments.
-    """
+    """What rewards get of completions, at least one, by name: the convention's arguments, the dataset's columns and,
+    with a thinking budget, `thinking_forced`; with tools `completion_mask` (0 for a tool's result), `turns` (its
+    messages) and the `environments` of `toolbox`, which are of this very batch."""
     columns: dict[str, list[Any]] = {
         "prompts": [completion.prompt for completion in completions],
         "completions": [completion.text for completion in completions],

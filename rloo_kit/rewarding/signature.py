@@ -97,11 +97,8 @@ def make_sendable(values: Sequence[Any]) -> list[float | str | None]:
 def overflowing(
     rewards_per_func: Sequence[Sequence[float]], weights: Sequence[float], names: Sequence[str]
 ) -> list[str]:
-    """A message for each sample whose weighted sum is beyond float32, with its rewards and weights.
-
-    Args:
-        rewards_per_func: (samples, rewards), NaN where a reward does not apply. weights, names: (rewards,).
-    """
+    """A message for each sample whose weighted sum is beyond float32, with its rewards and weights. `rewards_per_func`:
+    (samples, rewards), NaN where a reward does not apply."""
     messages = []
     for index, row in enumerate(rewards_per_func):
         terms = [term for term in zip(names, row, weights, strict=True) if term[1] == term[1]]
@@ -150,7 +147,6 @@ class Signature:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that can be given by name."""
         return self.required + self.optional
 
     def select(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from rloo_kit.system.user_code import describe_user_error, digest_texts, finish,
 
 def read_sources(rewards: Iterable[Any]) -> dict[str, str]:
     """Digests of users' rewards: of the file that defines one and the local modules that this imports; in a notebook or
-    a script, of the function or class itself. Empty for the kit's own, which the configuration
-    describes. Keywords of a partial count, attributes of an object do not: rewards count and cache in them."""
+    a script, of the function or class itself. Keywords of a partial count, attributes of an object do not: rewards
+    count and cache in them."""
     sources: dict[str, list[str]] = {}
     for reward in rewards:
         reward = unwrap(reward, NamedReward | GuardedReward)
@@ -83,11 +83,9 @@ _REWARDS: "weakref.WeakSet[WorkerReward]" = weakref.WeakSet()
 
 
 class WorkerReward:
-    """A `module:function` from a config as a reward in TRL's calling convention, run by a `Worker`.
+    """A `module:function` or `path/to/file.py:function` as a reward in TRL's calling convention, run by a `Worker`.
 
     Args:
-        target: `module:function`, searched in `folders` first, then on this process's module path; or
-            `path/to/file.py:function`.
         params: keyword arguments added to each call. folders: put in front of the module path.
         timeout_s: limit for one call, in seconds.
         env: further variables of this process's environment that the worker gets (`worker_environment`).
@@ -116,8 +114,8 @@ class WorkerReward:
         return f"WorkerReward({self.target!r}, timeout_s={self.timeout_s:g})"
 
     def load(self) -> Signature:
-        """Start the process and import the module, unless that is done, or raise WholeBatchError; what the function
-        accepts."""
+        """What the function accepts; starts the process and imports the module if need be, or raises
+        WholeBatchError."""
         if self._declared is not None and self.worker.running:
             return self._declared
         if edited := self.find_edited():
@@ -150,8 +148,8 @@ class WorkerReward:
         return replace(declared, required=required, optional=optional, in_worker=True)
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
-        """The function's rewards. Raises RewardError if it raised, WholeBatchError if it did not return one reward per
-        completion, or its process took too long, died or cannot be started."""
+        """The function's rewards. Raises RewardError if it raised, WholeBatchError if it or its process failed
+        otherwise."""
         called = read_call(args, columns)
         batch = self.signature.select(called)
         sent = {key: value for key, value in batch.items() if key not in NOT_SENT} | self.params

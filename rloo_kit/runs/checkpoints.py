@@ -28,10 +28,9 @@ class Checkpoint:
     """A sealed checkpoint as its manifest describes it; `find_damage` checks its files.
 
     Attributes:
-        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it; "" for a
-            trainer without a run. config: the run's resolved configuration as YAML; "" without a run.
-        processes: number of training processes.
-        files: size in bytes and SHA-256 of every file, by its path inside the folder.
+        folder: `checkpoints/checkpoint-N`. step: N, optimizer steps done. run: id of the run that wrote it, and config:
+            its resolved configuration as YAML; both "" for a trainer without a run.
+        processes: of the training. files: size in bytes and SHA-256 of every file, by its path inside the folder.
     """
 
     folder: Path

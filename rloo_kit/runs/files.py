@@ -26,10 +26,8 @@ _running: list[Path] = []
 
 @contextmanager
 def saving(path: str | Path) -> Iterator[None]:
-    """Mark `path`, a file or a folder, as being written.
-
-    The kit uses it around every save except those of `write_text`; your own saves may use it too.
-    """
+    """Mark `path`, a file or a folder, as being written: around every save except those of `write_text`, and your
+    own."""
     path = Path(path).absolute()
     with _changed:
         _running.append(path)
@@ -78,7 +76,6 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """The text of `write_json`."""
     return json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -102,10 +99,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, is an exhausted disk, quota or file size limit.
-
-    safetensors, torch and numpy raise their own errors, the last two without the reason.
-    """
+    """Whether an error, or its cause, is an exhausted disk, quota or file size limit; torch and numpy do not say the
+    reason."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -182,10 +177,8 @@ def git_revision(file: Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, one in memory at a time; a name that ends in `.gz` is decompressed.
-
-    A missing, special or unreadable file has no rows; a damaged one has those before the damage.
-    """
+    """Yield the rows of a JSONL file (`.gz`: compressed), one in memory at a time; a missing, special or unreadable
+    file has none, a damaged one those before the damage."""
     try:
         if path.is_file():  # a FIFO would block
             with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:

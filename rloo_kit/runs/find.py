@@ -51,9 +51,9 @@ def with_name(folder: Path) -> Path:
 
 
 def weights_of(folder: Path, named: str = "") -> tuple[str, Path]:
-    """The key of `model:` that loads the weights trained in the folder of an adapter, a model or a run, and its value:
-    "adapter", or "name" for a whole model. `named`: the flag or key that gave the folder, for errors: RunNotFoundError
-    if it is not there, ConfigError if the run's adapter is not its newest weights."""
+    """The key of `model:` that loads the weights trained in the folder of an adapter, a model or a run ("adapter", or
+    "name" for a whole model), and its value. `named`: what gave the folder, for errors: RunNotFoundError if it is not
+    there, ConfigError if the run's adapter is not its newest weights."""
     if not folder.is_dir():
         raise RunNotFoundError(f"{named} {folder}: there is no such folder; a run writes outputs/NAME/adapter".strip())
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
@@ -107,10 +107,9 @@ def is_export(folder: Path) -> bool:
 def origin_of(source: str | Path, *overrides: str) -> RunConfig:
     """The run that a source comes from, as it was trained: `find_run`, extended to folders of weights.
 
-    For weights, the run is that of `RUN_FILE` in the folder; else the run whose folder contains it (a checkpoint, an
-    export); else a run with defaults whose model is the folder. An export inside its run's folder finds its base as the
-    run does, elsewhere in itself if it is included. Arguments and errors are those of `find_run`; ConfigError for a
-    GGUF file.
+    For weights, the run is that of `RUN_FILE` in the folder; else the run whose folder contains it; else one with
+    defaults whose model is the folder. An export in its run's folder finds its base as the run does, elsewhere in
+    itself. ConfigError for a GGUF file; else as `find_run`.
     """
     source = from_here(source)
     folder = source.resolve()
@@ -153,7 +152,6 @@ def read_adapter(folder: str | Path) -> dict[str, Any]:
 
 
 def hub_cache() -> Path:
-    """The folder of huggingface_hub's downloads."""
     return Path(os.environ.get("HF_HUB_CACHE") or huggingface_home() / "hub").expanduser()
 
 
@@ -166,8 +164,8 @@ def find_in_cache(name: str) -> Path | None:
 
 
 def digest_weights(model: str) -> str:
-    """A digest of the files of weights in a folder, or of a hub id in the hub's cache: their sizes, and up to
-    `SAMPLES` blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
+    """A digest of the files of weights in a folder, or of a hub id in the cache: their sizes, and up to `SAMPLES`
+    blocks of each. A built-in model's is its folder's name, which has the recipe. "" without any files."""
     folder, cached = Path(os.path.expanduser(model)), find_in_cache(model)
     folder = cached.parent if cached and not folder.is_dir() else folder
     if (folder / RECORD).is_file():

@@ -35,7 +35,6 @@ from rloo_kit.runs.files import (
 )
 from rloo_kit.runs.reader import ID_LINE, RunReader, id_in_config, read_run_id
 from rloo_kit.runs.resume import find_place
-from rloo_kit.runs.rollouts import FOLDER as ROLLOUTS
 from rloo_kit.runs.rollouts import Rollouts
 from rloo_kit.system.console import hide_secrets
 from rloo_kit.system.gpu import describe_machine
@@ -71,8 +70,7 @@ class RunDir(RunReader):
     the run ended; SIGTERM and SIGHUP end it like Ctrl-C.
 
     Attributes:
-        writes: whether this process writes; only the main one does.
-        resumed: whether this run continues an earlier part of itself.
+        writes: whether this process writes; only the main one does. resumed: whether this continues an earlier part.
         resumes_from: the checkpoint to continue from; None for the start.
         inputs: a digest of INPUTS, which evaluations are recorded with; "" before they are known.
         accepts_changes: whether a resumed run may go on with changed inputs.
@@ -92,8 +90,6 @@ class RunDir(RunReader):
         self._lock: IO[str] | None = None
         self._signals = ExitStack()
 
-    # ------------------------------------------------------------------------------------------------ open
-
     @classmethod
     def create(cls, run: RunConfig, *, resume: bool = False, overwrite: bool = False) -> "RunDir":
         """Open the folder of `run` for writing, and record its configuration and versions.
@@ -103,9 +99,9 @@ class RunDir(RunReader):
             overwrite: delete the run's files, and nothing else, and start over.
 
         Raises:
-            RunExistsError: the folder contains a run and neither flag is given, another process is writing it, or it
-                contains something other than a run of this kit. A run that failed before its first step does not count.
-            RunNotFoundError: `resume`, and there is no run, or none of its checkpoints is intact.
+            RunExistsError: the folder contains a run (not one that failed before its first step) and neither flag is
+                given, another process is writing it, or it is none of this kit's. RunNotFoundError: `resume`, and there
+                is no run, or none of its checkpoints is intact.
             ConfigError: both flags; or `resume` with a configuration that would train differently.
             SetupError: the folder cannot be created or written.
         """
@@ -155,7 +151,6 @@ class RunDir(RunReader):
             ) from None
         self.id = read_run_id(self.folder)
         self._check(resume, overwrite)  # again: another process may have written before the lock
-        self._refuse_odd_files()
         self.resumed = resume
         if resume:
             known = read_object(self.folder / INPUTS)
@@ -198,20 +193,6 @@ class RunDir(RunReader):
                 "another name with run.name=..."
             )
 
-    def _refuse_odd_files(self) -> None:
-        for path in (self.folder / name for name in ("adapter", "best")):
-            if path.is_symlink():  # it is replaced as a whole
-                raise SetupError(
-                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
-                    "run.output_dir moves everything"
-                )
-        rollouts = self.folder / ROLLOUTS
-        if (rollouts.is_symlink() or rollouts.exists()) and not rollouts.is_dir():
-            raise SetupError(f"{rollouts} is not a folder, and the run writes one of this name: move it away")
-        for path in (self.folder / name for name in FILES):
-            if path.exists() and not path.is_file():
-                raise SetupError(f"{path} is not a regular file, and the run writes a file of this name: move it away")
-
     def _delete_run(self) -> None:
         """Delete the old run's files. Its configuration, with the id, is replaced last: a deletion can be repeated."""
         checkpoints = self.folder / "checkpoints"
@@ -227,25 +208,18 @@ class RunDir(RunReader):
                 (self.folder / name).unlink(missing_ok=True)
         Rollouts(self.folder).delete()
 
-    # ------------------------------------------------------------------------------------------------ lost folders
-
     def check_there(self) -> None:
         """Raise RunNotFoundError if the folder that this process opened was removed, or replaced by another run's."""
         if self._is_lost():
-            raise self._make_lost_error()
-
-    def _make_lost_error(self) -> RunNotFoundError:
-        return RunNotFoundError(
-            f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python the "
-            "policy still has the weights trained so far (rloo_kit.save_adapter(policy, FOLDER) saves "
-            "them). Start over, with run.output_dir=... where nothing removes it"
-        )
+            raise RunNotFoundError(
+                f"{self.folder} was removed during the run, so training stops. What it contained is lost; in Python "
+                "the policy still has the weights trained so far (rloo_kit.save_adapter(policy, FOLDER) saves them). "
+                "Start over, with run.output_dir=... where nothing removes it"
+            )
 
     def _is_lost(self) -> bool:
         """Whether this process has opened the folder, and it is not there any more."""
         return self.writes and bool(self._config) and id_in_config(self.folder) != self.id
-
-    # ------------------------------------------------------------------------------------------------ status
 
     def set_status(self, state: str, **fields: Any) -> None:
         """Write `status.json`: the state (one of STATES), and `fields`, which update old ones (see docs/runs.md)."""
@@ -285,15 +259,12 @@ class RunDir(RunReader):
                 self.replace_jsonl(name, [row for row in self.read_jsonl(name) if (row_step(row) or 0) <= step])
         Rollouts(self.folder).cut(step)
 
-    # ------------------------------------------------------------------------------------------------ files
-
     def write_text(self, name: str, text: str) -> Path:
         """Replace a file atomically: a reader sees the old text or the new one, even after a crash."""
         self.check_there()
         return write_text(self.folder / name, text) if self.writes else self.folder / name
 
     def write_json(self, name: str, value: Any) -> Path:
-        """`write_text` of `value` as JSON; NaN and infinities become null."""
         return self.write_text(name, to_json(value))
 
     def append_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -303,12 +274,9 @@ class RunDir(RunReader):
             append_rows(self.folder / name, rows)
 
     def replace_jsonl(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Replace a JSONL file atomically with these rows."""
         self.check_there()
         if self.writes:
             write_bytes(self.folder / name, to_lines(rows))
-
-    # ------------------------------------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""
@@ -333,7 +301,7 @@ class RunDir(RunReader):
         if error is None or isinstance(error, RlooKitError):
             return
         if is_lost and isinstance(error, Exception):  # a save reports it in its own way
-            raise self._make_lost_error() from error
+            self.check_there()
         if is_disk_full(error):
             last = self.last_checkpoint()
             kept = f"the checkpoint of step {last.step}" if last else "no checkpoint yet"

@@ -16,11 +16,7 @@ _ID = re.compile(rb"[0-9a-f]{12}")
 
 
 class RunReader:
-    """The folder of one run, which may still be written by another process.
-
-    Attributes:
-        id: the run's id, which its files carry; "" before there is one.
-    """
+    """The folder of one run, which may still be written by another process. `id`: the run's; "" before there is one."""
 
     def __init__(self, folder: Path):
         self.folder = folder

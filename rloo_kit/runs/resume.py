@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 from rloo_kit.config.run import refuse_changes
 from rloo_kit.errors import ConfigError, RunNotFoundError
@@ -13,9 +12,9 @@ from rloo_kit.system.processes import count_processes, say
 
 def find_place(run: RunReader, config: str, written: str, by_content: Collection[str]) -> Checkpoint | None:
     """The checkpoint to continue from, None for the start; damaged ones that are newer are set aside. `config` is the
-    resolved configuration of now, `written` the same with absolute paths; files in the sections `by_content` are
-    compared by what they contain. Raises RunNotFoundError if no checkpoint is intact or those that the run saved are
-    gone, and ConfigError if the configuration or the number of processes would train differently."""
+    resolved configuration, `written` the same with absolute paths; files in the sections `by_content` are compared by
+    what they contain. Raises RunNotFoundError if no checkpoint is intact or those that the run saved are gone,
+    ConfigError if it would train differently."""
     folder, status = run.folder / "checkpoints", run.read_status()
     checkpoint, damaged = find_whole(folder, run.id)
     if checkpoint is None and damaged:
@@ -36,20 +35,15 @@ def find_place(run: RunReader, config: str, written: str, by_content: Collection
             refuse_changes(began, written, run.folder, by_content)
     else:
         refuse_changes(checkpoint.config, config, run.folder, by_content)
-        _refuse_processes(run.folder, checkpoint.processes, count_processes())
+        before, now = checkpoint.processes, count_processes()
+        if before != now:  # rollouts would have another size, and the position in the data would differ
+            how = "without a launcher" if before == 1 else f"with as many (accelerate launch --num_processes {before})"
+            raise ConfigError(
+                f"the run in {run.folder} was trained in {before} process{'es' if before > 1 else ''} and would "
+                f"continue in {now}: start it {how}, or start over with --overwrite or run.name=..."
+            )
     for path, damage in damaged.items():
         number = path.name.rpartition("-")[2]
         if checkpoint and number.isdecimal() and int(number) > checkpoint.step:  # the run reaches that step again
             say(f"WARNING: {path} is not used: {damage}. It is kept as {set_aside(path).name}")
     return checkpoint
-
-
-def _refuse_processes(folder: Path, before: int, now: int) -> None:
-    """With another number, rollouts would have another size, and the position in the data would differ."""
-    if before == now:
-        return
-    how = "without a launcher" if before == 1 else f"with as many (accelerate launch --num_processes {before})"
-    raise ConfigError(
-        f"the run in {folder} was trained in {before} process{'es' if before > 1 else ''} and would continue in {now}: "
-        f"start it {how}, or start over with --overwrite or run.name=..."
-    )

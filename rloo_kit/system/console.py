@@ -36,11 +36,8 @@ _NOTEBOOK_BARS = "tqdm.autonotebook"  # where tqdm.auto looks for the notebook b
 
 
 def set_up_progress() -> str:
-    """Write TQDM_NOTEBOOK=false unless it is set, and act on it. Call before `tqdm.auto` is first imported.
-
-    Returns: what the bars will be, in words.
-    Raises: ConfigError when TQDM_NOTEBOOK is neither true nor false.
-    """
+    """Write TQDM_NOTEBOOK=false unless it is set, and act on it, before `tqdm.auto` is first imported. Returns what the
+    bars will be, in words; raises ConfigError if it is neither true nor false."""
     value = os.environ.get(VARIABLE, "").strip().lower() or "false"
     if value not in _FALSE + _TRUE:
         raise ConfigError(f"{VARIABLE}={value!r} is neither true nor false: set {VARIABLE}=false for text bars")
@@ -63,11 +60,9 @@ def set_up_progress() -> str:
 
 
 class TextBar(_TqdmBar):
-    """tqdm's bar: unchanged in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those.
-
-    In a kernel the lines go to stdout, because JupyterLab shows stderr as an error, and `disable=None` (off outside a
-    terminal; hub downloads set it) does not apply.
-    """
+    """tqdm's bar: unchanged in a terminal; elsewhere a line every `INTERVAL_S`, and a last one after those. In a kernel
+    they go to stdout, because JupyterLab shows stderr as an error, even with `disable=None` (off outside a
+    terminal)."""
 
     _line_at = 0.0  # of the last line: when, and at which count
     _line_n: float | None = None

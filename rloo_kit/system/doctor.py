@@ -57,7 +57,6 @@ class Report:
         return int(bool(errors_of(self.checks)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         checks = [
             {"name": check.name, "status": STATUS[check.level][0], "found": check.found, "todo": check.fix}
             for check in self.checks
@@ -80,13 +79,8 @@ class Report:
 
 
 def check_installation(root: Path | None = None) -> Report:
-    """Check this machine and installation. Takes seconds; up to a minute with a GPU and a cold disk.
-
-    Args:
-        root: folder that contains `.env`; None finds the project's root.
-    Returns:
-        The Report: print it for two tables, `.to_dict()` for JSON, `.exit_code` for a script.
-    """
+    """Check this machine and installation, the `.env` in `root` (None: the project's) included. Takes seconds; up to a
+    minute with a GPU and a cold disk. Print the Report for two tables."""
     settled, checks = _settle(root)
     place, follows = find_place()
     checks += [*_check_versions(settled, keep_torch=place in ("Colab", "Kaggle")), *_check_gpu(settled)]
@@ -143,22 +137,19 @@ def _check_versions(settled: Environment, keep_torch: bool) -> Iterator[Problem]
     """Python and each library against its tested range, and vLLM with its plugin, which may bring another torch."""
     back = return_command(all(settled.versions.get(name) for name in TESTED_EXTRAS), keep_torch)
     rows = [("python", TESTED_PYTHON, "make a new environment with a tested Python")]
-    for name, tested, fix in [*rows, *((name, tested, back) for name, tested in (TESTED | TESTED_EXTRAS).items())]:
-        version = settled.versions[name]
-        if version is None and name in TESTED:
-            yield Problem(name, f"not installed, tested {tested}", back)
-        elif version is None and settled.gpu is not None:
-            yield _warn(name, f"not installed, tested {tested}", "pip install -e '.[gpu]' for the faster backend")
-        elif version is not None and in_range(version, tested):
-            yield _ok(name, f"{version}, tested {tested}")
-        elif version is not None:
-            yield _warn(name, f"{version} is outside the tested range {tested}", fix)
-    for name, fitting in VLLM_RANGES.items():
+    rows += [(name, tested, back) for name, tested in (TESTED | TESTED_EXTRAS).items()]
+    rows += [(name, fitting, VLLM_INSTALL) for name, fitting in VLLM_RANGES.items()]
+    for name, wanted, fix in rows:
         version = settled.versions.get(name)
-        if version is not None and in_range(version, fitting):
-            yield _ok(name, f"{version}, fits {fitting}")
+        fits, fits_not = ("fits", "does not fit") if name in VLLM_RANGES else ("tested", "is outside the tested range")
+        if version is not None and in_range(version, wanted):
+            yield _ok(name, f"{version}, {fits} {wanted}")
         elif version is not None:
-            yield _warn(name, f"{version} does not fit {fitting}", VLLM_INSTALL)
+            yield _warn(name, f"{version} {fits_not} {wanted}", fix)
+        elif name in TESTED:
+            yield Problem(name, f"not installed, tested {wanted}", fix)
+        elif name in TESTED_EXTRAS and settled.gpu is not None:
+            yield _warn(name, f"not installed, tested {wanted}", "pip install -e '.[gpu]' for the faster backend")
 
 
 def _check_gpu(settled: Environment) -> Iterator[Problem]:

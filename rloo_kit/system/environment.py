@@ -49,7 +49,7 @@ _PLAIN_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 class Environment:
     """What set-up found and chose; prints as a table. It contains names of keys, never their values.
 
-    `gpu` is the NVIDIA GPU of this process (None: see `gpu_reason`), `precision` one of bf16, fp16, fp32.
+    `gpu`: of this process (None: see `gpu_reason`). `precision`: bf16, fp16 or fp32.
     """
 
     backend: str
@@ -78,7 +78,6 @@ class Environment:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table's rows: name and finding."""
         gpu, rows = self.gpu, [("backend", f"{self.backend}: {self.backend_reason}")]
         if gpu is None:
             rows.append(("GPU", f"none: {self.gpu_reason}"))
@@ -121,12 +120,9 @@ class Environment:
     __repr__ = __str__
 
 
-# ------------------------------------------------------------------------------------------------ .env
-
-
 def find_root(start: Path | None = None) -> Path | None:
-    """The nearest folder at or above `start` (None: the working folder, then the process's own), else above the
-    package, that contains pyproject.toml, .git, configs/ or .env; None if there is none."""
+    """The nearest folder with pyproject.toml, .git, configs/ or .env, at or above `start` (None: the working folder,
+    then the process's own), else above the package; None without one."""
     for origin in (*([start] if start else [working_folder(), Path()]), Path(__file__).parents[2]):
         for folder in (origin.resolve(), *origin.resolve().parents):
             # A `.env` folder is a virtual environment, and a file named configs is none of ours.
@@ -138,13 +134,11 @@ def find_root(start: Path | None = None) -> Path | None:
 
 
 def load_env_file(path: Path, expected: Sequence[str] = EXPECTED_KEYS) -> tuple[dict[str, str], list[str]]:
-    """Load a `.env`, which may be missing, into `os.environ`; a variable that is already set and not empty stays.
-    Unlike python-dotenv, an empty variable counts as missing, so `HF_TOKEN=` in the shell does not hide the file's. The
-    exception is CUDA_VISIBLE_DEVICES, where empty means no GPU.
+    """Load a `.env`, which may be missing, into `os.environ`; a variable that is set and not empty stays, and so does
+    an empty CUDA_VISIBLE_DEVICES, which means no GPU.
 
-    Returns the state of each `expected` name ("found in .env", "found in the environment", "empty" or "missing") and of
-    empty ones, and notes; no values. Raises SetupError if the file cannot be read as UTF-8 text, or has a value that no
-    environment takes.
+    Returns the state of each `expected` name and of empty ones, and notes; no values. Raises SetupError if the file
+    cannot be read as UTF-8 text, or has a value that no environment takes.
     """
     try:
         values = dict(dotenv_values(path, encoding="utf-8-sig")) if path.is_file() else {}
@@ -195,24 +189,20 @@ def find_token() -> str:
     return "not found (gated and private models need one: HF_TOKEN in .env)"
 
 
-# ------------------------------------------------------------------------------------------------ choices
-
-
 def choose_precision(gpu: Gpu | None) -> tuple[str, str]:
     """Precision and the reason: bf16 if the GPU has it in hardware, fp16 on older GPUs, fp32 without one."""
     if gpu is None:
         return "fp32", "no NVIDIA GPU is used"
     if gpu.capability >= BF16_CAPABILITY:
         return "bf16", f"compute capability {gpu.compute_capability} has it in hardware"
-    needed = ".".join(str(part) for part in BF16_CAPABILITY)
+    needed = ".".join(map(str, BF16_CAPABILITY))
     return "fp16", f"compute capability {gpu.compute_capability}; bf16 in hardware needs {needed}"
 
 
 def choose_backend(requested: str, gpu: Gpu | None, gpu_reason: str) -> tuple[str, str]:
-    """Backend and the reason. `requested` overrides RLOO_KIT_BACKEND unless "auto"; both override what is found.
-    Unsloth is the backend of one GPU, transformers that of a run with several processes. Raises ConfigError if the
-    argument or the variable names no backend, and SetupError if Unsloth is requested, but not installed or without a
-    GPU that torch can use, or is requested or imported in a run with several processes."""
+    """Backend and the reason. `requested` overrides RLOO_KIT_BACKEND unless "auto"; both override what is found. Raises
+    ConfigError if one names no backend, SetupError if Unsloth is requested and cannot be used, or is imported in a run
+    with several processes."""
     variable = os.environ.get(BACKEND_VARIABLE, "").strip().lower() or "auto"
     choice, source = (requested, "backend=") if requested != "auto" else (variable, f"{BACKEND_VARIABLE}=")
     if choice not in ("auto", *BACKENDS):
@@ -266,23 +256,21 @@ def cache_folder() -> Path:
 
 
 def prepare_standby(engine: str, backend: str) -> None:
-    """Before Unsloth is imported: if the run may use vLLM (`rollout.engine` and `model.backend`), let Unsloth's vLLM
-    sleep while the model is trained. A value that is already set, including "0", stays."""
+    """Before Unsloth is imported: if the run may use vLLM, let Unsloth's vLLM sleep while the model is trained. A value
+    that is already set, including "0", stays."""
     is_possible = engine == "vllm" or (engine == "auto" and is_importable("vllm") and not is_cpu_torch())
     if is_possible and backend != "transformers" and "unsloth" not in sys.modules:
         os.environ.setdefault(STANDBY_VARIABLE, "1")
 
 
 def _let_segments_grow() -> None:
-    """Before torch is imported: let the memory that it reserves on the GPU grow in place, so that a growing KV cache
-    leaves no holes. Not if the user has chosen (an empty variable counts), not in WSL or on a Jetson, where it fails,
-    and not if vLLM is installed: it cannot sleep then, and the run that may use it is read later."""
+    """Before torch is imported: let its memory on the GPU grow in place, so that a growing KV cache leaves no holes.
+    Not if the user has chosen (an empty variable counts), in WSL or on a Jetson, where it fails, nor with vLLM, which
+    cannot sleep then."""
     unfit = any(system in platform.release().lower() for system in ("microsoft", "tegra"))
     if not unfit and not is_importable("vllm") and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
-
-# ------------------------------------------------------------------------------------------------ set-up
 
 _current: Environment | None = None
 _requested = "auto"  # the backend that an earlier call named; a later call without one keeps it
@@ -351,8 +339,8 @@ def current() -> Environment:
 
 
 def mixed_precision(dtype: str) -> str:
-    """What a run with this `model.dtype` is trained in: "bf16", "fp16" or "no". It is the machine's, but float16 for
-    float16 weights, and float32 for float32 weights without bfloat16, because some models overflow float16."""
+    """What a run with this `model.dtype` is trained in: the machine's, but float16 for float16 weights, and float32 for
+    float32 weights without bfloat16, because some models overflow float16."""
     machine = PRECISIONS[current().precision][1]
     if dtype == "float16" and machine != "no":
         return "fp16"

@@ -125,8 +125,8 @@ def _ask(question: Callable[[Any], Any]) -> tuple[Any, str]:
 
 
 def _visible(nvml: Any) -> tuple[Any | None, int]:
-    """The device of this process (the visible one at index LOCAL_RANK, else the first) and how many are visible: in
-    CUDA's order, up to the first entry of CUDA_VISIBLE_DEVICES that names none, as CUDA reads it."""
+    """The device of this process (the visible one at index LOCAL_RANK, else the first) and how many are visible, by
+    CUDA_VISIBLE_DEVICES as CUDA reads it: up to the first entry that names none."""
     everything = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     value, handles = os.environ.get("CUDA_VISIBLE_DEVICES"), []
     for entry in map(str.strip, value.split(",")) if value is not None else ():

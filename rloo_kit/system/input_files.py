@@ -88,8 +88,8 @@ def expand_user(path: str, key: str) -> Path:
 def working_folder() -> Path:
     """The folder in which the user started the program: outputs land and lookups begin there. `Path()`: this process's.
 
-    A kernel runs in its notebook's folder; the user's is that of the program which started it (`jupyter lab`), until a
-    cell changes the directory. Hosted services start that program in `/`, which nobody chose.
+    A kernel runs in its notebook's folder; the user's is that of `jupyter lab`, until a cell changes the directory.
+    Hosted services start that in `/`, which nobody chose.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if (
@@ -104,8 +104,8 @@ def working_folder() -> Path:
 
 
 def places_of(path: str, key: str, *others: Path | None) -> list[Path]:
-    """Where a path of the user's is looked up: in the working folder, in the process's own, then in the folders
-    `others`. An absolute path is its only place; `key` is for the error about `~nobody`."""
+    """Where a user's path is looked up: in the working folder, the process's own, then `others`; an absolute one only
+    there. `key` is for the error about `~nobody`."""
     written = expand_user(path, key)
     folders = (working_folder(), Path(), *filter(None, others))
     return list(dict.fromkeys((folder / written).absolute() for folder in folders))
@@ -143,8 +143,7 @@ def find_target(target: str, key: str, next_to: Path | None) -> tuple[str, list[
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The UTF-8 text of a regular file, or of a pipe that the shell opened for this process (`<(command)`). Raises
-    FileNotFoundError if there is nothing at `path`, and ConfigError for a folder, a device, another pipe (whose writer
-    may never come), no permission, no possible name, more than `most_bytes`, or what is not UTF-8."""
+    FileNotFoundError if nothing is there, ConfigError for anything else, or more than `most_bytes`."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -179,8 +178,7 @@ def make_reader(version: tuple[int, int] | None = None) -> YAML:
 
 def parse_yaml(text: str, source: str, version: tuple[int, int] | None = None) -> tuple[Any, Node | None]:
     """The value of a YAML text (None for an empty one) and its tree of nodes, for their lines. Raises ConfigError if it
-    is not YAML, is nested too deeply, gives a key twice, has a value that its tag does not take, or more than
-    `MOST_NODES` values, those repeated by aliases (`*name`) included."""
+    is not plain YAML, is nested too deeply, or its aliases repeat more than `MOST_NODES` values."""
     yaml = make_reader(version)
     try:
         node = yaml.compose(text)

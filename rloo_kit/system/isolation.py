@@ -1,8 +1,7 @@
 """Functions of the kit in a process of their own, with a real time limit, since a thread cannot be stopped.
 
-Both ends of the pipe: `Worker` in the run, `serve` in the process. A process and all that it starts carry a mark in
-their environment, whatever session or parent they move to: `end_marked` kills them, and a watchdog does when the
-process that started them is gone.
+Both ends of the pipe: `Worker` in the run, `serve` in the process. Whatever a process starts inherits a mark in its
+environment, by which all are ended, if need be by a watchdog.
 """
 
 import atexit
@@ -36,15 +35,16 @@ _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _WATCH = "import sys; sys.path[:] = sys.argv[3:]; from rloo_kit.system.isolation import watch; watch(sys.stdin.buffer)"
 
 
-def end_marked(wanted: Callable[[Mapping[str, str]], bool]) -> list[int]:
-    """Kill every process whose environment is `wanted`, and what they start meanwhile; returns the ids of those that
-    would not end in time, because they hang in a system call. This process is never one of them."""
+def end_marked(mark: str, value: str) -> list[int]:
+    """Kill every process, but this one, with this value of the variable `mark`, and what they start meanwhile; returns
+    the ids of those that would not end in time, because they hang in a system call."""
     until = time.monotonic() + END_TIMEOUT_S
     while True:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid != os.getpid() and wanted(process.environ()) and process.status() not in _ENDED:
+                is_marked = process.pid != os.getpid() and process.environ().get(mark) == value
+                if is_marked and process.status() not in _ENDED:
                     found.append(process)
         for process in found:
             with suppress(psutil.Error):
@@ -60,13 +60,11 @@ def module_path() -> list[str]:
 
 
 def watch(pipe: IO[bytes]) -> None:
-    """Wait until the other process is gone and the system closes its end of `pipe`; then kill the processes
-    with the mark that the command line names."""
-    mark, value = sys.argv[1:3]
+    """Once the process at the other end of `pipe` is gone, kill those with the mark that the command line names."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe.read()
-    end_marked(lambda marks: marks.get(mark) == value)
+    end_marked(*sys.argv[1:3])
 
 
 POLL_S = 0.05  # between two checks that the process is alive: a detached child may keep its end of the pipe open
@@ -98,17 +96,16 @@ class LateError(WholeBatchError):
 
 
 def worker_environment(further: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of this process that a worker gets: an allow-list, so that it sees none of the secrets in `.env`.
-
-    Listed ones are passed if they do not look like a secret; those named in `further` are, but no reply shows them."""
+    """The variables that a worker gets: of an allow-list, none that looks like a secret, and those named in `further`,
+    whose values no reply shows."""
     listed = {name for name in os.environ if name in PASSED_NAMES or name.startswith(PASSED_BEGINNINGS)}
     passed = {name for name in listed if not SECRET.search(name)} | (named := set(further))
     return {name: value for name, value in os.environ.items() if name in passed} | {HIDDEN: ",".join(sorted(named))}
 
 
 class Worker:
-    """One process for the calls of one owner, `name` in errors. The first call starts it, with the variables
-    `environment` (None: `worker_environment()`); the next one after its end starts another."""
+    """One process for the calls of one owner, `name` in errors. A call starts it if it is not running, with the
+    variables `environment` (None: `worker_environment()`)."""
 
     def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -120,7 +117,6 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     def call(
@@ -130,13 +126,13 @@ class Worker:
 
         Args:
             function: of a module's top level; its result has to fit JSON.
-            timeout_s: limit for sending the call and receiving its result, in seconds, with the interpreter's start.
+            timeout_s: limit in seconds, with the interpreter's start.
             name: of this call, for errors; by default the worker's.
-            restart: whether a process that is not there any more is replaced; False after a call that prepared it.
+            restart: whether a process that is gone is replaced; False after a call that prepared it.
 
         Raises:
-            LateError: the limit is over. WholeBatchError: the process died or cannot be started, or its reply is
-                malformed. Another process serves the next call.
+            LateError: the limit is over. WholeBatchError: the process died, cannot be started, or sent no reply that
+                can be read.
             DataError, WholeBatchError: the function raised it. RewardError: it raised anything else.
         """
         request = pickle.dumps((function, args))  # an error here leaves the process intact
@@ -151,9 +147,6 @@ class Worker:
         late = threading.Event()
         try:
             with _limit(process, connection, timeout_s, late):
-                if connection.poll():  # a reply to no call, or the process has closed its end
-                    connection.recv_bytes(MAX_REPLY_BYTES)
-                    raise ValueError
                 connection.send_bytes(request)
                 while not connection.poll(POLL_S):
                     if process.poll() is not None and not connection.poll():
@@ -272,12 +265,12 @@ def _end(process: "subprocess.Popen[bytes]", mark: str, owner: int) -> None:
     if os.getpid() == owner:
         _kill(process)
         process.wait()
-        end_marked(lambda marks: marks.get(WORKER_MARK) == mark)
+        end_marked(WORKER_MARK, mark)
 
 
 def serve() -> None:
-    """In the process: answer one request after the other, on the descriptor that the command line names, until the run
-    closes its end. A reply is [null, the result], or [the error's class, its text]."""
+    """In the process: answer requests on the descriptor that the command line names until the run closes its end. A
+    reply is [null, the result], or [the error's class, its text]."""
     connection, process = Connection(int(sys.argv[1])), os.getpid()
     os.set_inheritable(connection.fileno(), False)
     with suppress(OSError):  # if memory runs out, Linux kills this process and its children before the run

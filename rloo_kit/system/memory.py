@@ -23,10 +23,8 @@ def resident_gib() -> float | None:
 
 
 def clear_last_error() -> None:
-    """Drop the local variables in the frames of the last uncaught error, which keep a model in memory.
-
-    The error and the lines of its traceback stay readable.
-    """
+    """Drop the local variables in the frames of the last uncaught error, which keep a model in memory; its text
+    stays."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -44,9 +42,8 @@ def trim_heap() -> None:
 def return_large_blocks() -> None:
     """Have the C heap return blocks of LARGE_BLOCK bytes as soon as they are free; only glibc can.
 
-    Left alone, it raises its threshold up to 32 MiB as such blocks are freed, and then hardly reuses torch's aligned
-    blocks (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): training on a CPU took up to 1.6 GiB more than its
-    tensors. A threshold set by the user (MALLOC_MMAP_THRESHOLD_) stays.
+    Its own threshold rises as such blocks are freed, and then torch's are hardly reused
+    (https://sourceware.org/bugzilla/show_bug.cgi?id=14581): up to 1.6 GiB on a CPU. A user's threshold stays.
     """
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and "mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):
         with suppress(AttributeError, OSError, TypeError):  # another C library

@@ -19,8 +19,8 @@ class Problem:
     """What a check found.
 
     Attributes:
-        name: of the check, the stage or the rule. found: what was found. limit: what it may be; fix: the key with a
-            value that works, or the command. Both may be empty, or part of `found` if an error's text is all there is.
+        name: of the check, the stage or the rule. found: what was found. limit: what it may be. fix: the key with a
+            value that works, or the command.
         level: "error" keeps a run from starting, "warning" does not; "ok" found nothing.
     """
 
@@ -92,8 +92,8 @@ def catching(name: str, problems: list[Problem]) -> Iterator[None]:
 
 
 class PreflightError(RlooKitError, ValueError):
-    """A run has problems that keep it from starting, listed in `faults`, warnings included. `found` completes the
-    sentence "N problems, found ..."; the default is "before any weights were loaded"."""
+    """A run has problems that keep it from starting: `faults`, warnings included. `found` ends "N problems, found
+    ..."."""
 
     def __init__(self, faults: Sequence[Problem], found: str = ""):
         self.faults = tuple(faults)

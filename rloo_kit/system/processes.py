@@ -21,9 +21,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_OUTSIDE = tuple(number for number in ENDING if number != signal.SIGINT)  # Python's own Ctrl-C raises already
 
 
-# ------------------------------------------------------------------------------------------------ ranks
-
-
 def count_processes() -> int:
     """Processes of a run (WORLD_SIZE), 1 without a launcher; ConfigError if it is no whole number above 0."""
     return _read(WORLD_SIZE, 1, least=1)
@@ -69,15 +66,12 @@ def _read(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-# ---------------------------------------------------------------------------------------------- signals, random numbers
-
-
 @contextmanager
 def handle_signals(numbers: Sequence[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `handler(number)` for each of the signals while the block runs. Does nothing outside the main thread.
 
-    A signal that the process ignores stays ignored (`nohup` ignores SIGHUP). After SIGHUP, output to a terminal is
-    discarded, because writing to a closed one raises; so is that to a pipe, whose reader had the same terminal.
+    What the process ignores stays ignored (`nohup`). After SIGHUP, output to a terminal or a pipe is discarded: its
+    reader is gone, and writing would raise.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -69,9 +69,8 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def import_target(target: str, folders: list[str]) -> Any:
-    """What `module:name` or `path/to/file.py:name` names, imported in this process; `name` may be `Class.method`. The
-    module path begins with `folders`, then the working folder. Raises RewardError if there is no such module, nothing
-    of that name in it, or importing it failed."""
+    """What `module:name` or `path/to/file.py:name` names; `name` may be `Class.method`. The module path begins with
+    `folders`, then the working folder. Raises RewardError if it is not there, or importing it failed."""
     with suppress(FileNotFoundError):  # the working folder was deleted
         sys.path.insert(0, os.getcwd())
     sys.path[:0] = folders
@@ -109,8 +108,8 @@ def _import_file(path: str) -> ModuleType:
 
 
 def submit(coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-    """The future of a coroutine in the one loop of this process, whose thread is its own: a notebook's runs a loop
-    already, and a client that a function keeps belongs to the loop of its first call."""
+    """The future of a coroutine in the one loop of this process, in a thread of its own: a client that a function keeps
+    belongs to the loop of its first call."""
     with _LOCK:
         loop = _event_loop(os.getpid())
     return asyncio.run_coroutine_threadsafe(coroutine, loop)

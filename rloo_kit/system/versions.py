@@ -61,10 +61,9 @@ def in_range(version: str, tested: str) -> bool:
 
 
 def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
-    """The one command that brings this Python's packages back to the tested ranges. In a clone or an installed skill,
-    which have `constraints.txt`, it installs the locked versions; a wheel has no such file, and there the command names
-    the ranges. It never adds Unsloth to an environment that lacks it (`with_unsloth`). `keep_torch`: leave a
-    preinstalled torch alone if it is in the range (Colab, Kaggle); refuse if it is not."""
+    """The one command that brings this Python's packages back to the tested ranges: of a clone's locked versions, or,
+    of a wheel, by ranges. It never adds Unsloth (`with_unsloth`). `keep_torch`: leave a preinstalled torch alone if it
+    is in the range (Colab, Kaggle)."""
     root = Path(__file__).resolve().parents[2]
     python = shlex.quote(sys.executable)
     if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
@@ -80,8 +79,8 @@ def return_command(with_unsloth: bool = False, keep_torch: bool = False) -> str:
 
 def keep_installed(constraints: str) -> str:
     """The text of `constraints.txt` without what would replace an installed package, apart from the libraries with a
-    tested range. torch and what is built with it are pinned to the installed version, so pip cannot replace a CUDA
-    build. Raises SetupError if Python or torch is outside the tested range, or torch is not installed."""
+    tested range; torch and what is built with it are pinned to the installed version. Raises SetupError if Python or
+    torch is outside the tested range, or torch is not installed."""
     python = ".".join(str(part) for part in sys.version_info[:3])
     torch = installed_version("torch")
     for name, version, tested in (("Python", python, TESTED_PYTHON), ("torch", torch, TESTED["torch"])):

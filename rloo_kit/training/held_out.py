@@ -39,8 +39,8 @@ from rloo_kit.system.processes import is_main_process, keep_random_numbers, say
 
 
 def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> str:
-    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; raises ConfigError if it is none of
-    those, or cannot be measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
+    """What `eval.measure` stands for: "accuracy", "reward" or the name of a reward; ConfigError if it cannot be
+    measured. `test`: the held-out prompts; `reward_funcs`: as `train` takes them."""
     wanted = run.eval.measure
     guarded = [guard(reward) for reward in reward_funcs if not is_relative(reward)]
     names = log_names([reward_name(reward) for reward in guarded], guarded)
@@ -63,8 +63,8 @@ def choose_measure(run: RunConfig, test: Any, reward_funcs: Sequence[Any]) -> st
 
 
 class BestWeights:
-    """`best/` in a run's folder: the weights of its best evaluation. New ones, of the step `staged`, wait until the
-    checkpoint of that step is complete. All processes call each method at once."""
+    """`best/` in a run's folder: the weights of its best evaluation; those of the step `staged` wait for its
+    checkpoint. All processes call each method at once."""
 
     def __init__(self, policy: Policy, run_dir: RunDir) -> None:
         self.policy, self.run_dir = policy, run_dir
@@ -72,7 +72,6 @@ class BestWeights:
         self.staged: int | None = None
 
     def are_of(self, step: int) -> bool:
-        """Whether the folder holds the weights of `step`."""
         return share(read_best_step(self.run_dir.folder, self.run_dir.id)) == step
 
     def stage(self, step: int, record: dict[str, Any]) -> None:
@@ -123,8 +122,6 @@ class Evaluations(TrainerCallback):
         self.rows = share(read_evaluations(run_dir.folder, run_dir.id, every=True))
         self._restore()
 
-    # ------------------------------------------------------------------------------------------------ the schedule
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
         self._measure_best_again()
@@ -161,8 +158,6 @@ class Evaluations(TrainerCallback):
 
     def _is_due(self, step: int, max_steps: int) -> bool:
         return step % self.run.eval.every_steps == 0 or step >= max_steps
-
-    # ------------------------------------------------------------------------------------------------ one evaluation
 
     def _evaluate(self, state: Any, control: Any) -> HeldOut:
         started, step = time.monotonic(), state.global_step
@@ -204,13 +199,9 @@ class Evaluations(TrainerCallback):
         self.rows = sorted([*self.rows, row], key=lambda row: row["step"])
         self.run_dir.replace_jsonl(EVALUATIONS, self.rows)
 
-    # ------------------------------------------------------------------------------------------------ the best weights
-
     def settle(self, step: int) -> None:
-        """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`.
-
-        A run that was killed between a checkpoint and `best/` still has the weights of that step.
-        """
+        """Make `best/` match the best evaluation, or forget that evaluation; the policy has the weights of `step`,
+        which also a run has that was killed between a checkpoint and `best/`."""
         best = self.history.best
         if best is None or best.step == 0:
             return

@@ -28,8 +28,8 @@ from rloo_kit.system.processes import say
 class ProgressLine(TrainerCallback):
     """Prints one flushed progress line, at most every `every_s` seconds, and at the first and last step.
 
-    The writer has written its row before. `after_s`: duration of what follows the steps; `evaluations`: those during
-    training, whose time counts towards the time left; None without any. The first step, which also warms up, does not.
+    `after_s`: duration of what follows the steps. `evaluations`: those during training, which count towards the time
+    left. The first step, which also warms up, does not.
     """
 
     def __init__(self, writer: MetricsWriter, every_s: float, after_s: float = 0.0):
@@ -129,12 +129,10 @@ class SampleTable(TrainerCallback):
 
 
 class HealthGuard(TrainerCallback):
-    """Prints each finding of the rules once and writes it to `health.jsonl` and `status.json`.
+    """Prints each finding of the rules once, writes it to `health.jsonl` and `status.json`, and saves and stops if
+    `health:` says so. What `rows` show at the start has been printed by an earlier part of the run.
 
-    Saves and stops if `health:` says so. What `rows` show at the start has been printed by an earlier part of the run.
-
-    Attributes:
-        findings: the causes found so far in the whole run. stopped_by: the rule that stopped it; None if none did.
+    `findings`: the causes so far in the whole run. `stopped_by`: the rule that stopped it; None if none did.
     """
 
     def __init__(self, run: RunConfig, run_dir: RunDir, rows: list[dict[str, Any]]):

@@ -33,9 +33,8 @@ class MemoryPeak:
     """The peak of this process's memory from `start` to `finish`, or of a `with` block, in GiB: torch's allocation on a
     GPU, else the kernel's own peak of resident memory.
 
-    Attributes:
-        gib: the peak. reserved_gib: what torch's allocator reserved; 0 without a GPU. seconds: between both calls.
-        start_gib: resident memory at the start; None on a GPU, or if the kernel has no peak that can be reset.
+    `gib`: the peak. `reserved_gib`: by torch's allocator; 0 without a GPU. `start_gib`: resident memory at the start;
+    None on a GPU, or if the kernel has no peak that can be reset.
     """
 
     gib = reserved_gib = seconds = 0.0
@@ -86,7 +85,6 @@ class MemoryWatch:
             self._completion = max(self._completion, row["completion_tokens"])
 
     def start(self) -> None:
-        """Reset the peaks."""
         gc.collect()
         if not self.machine.on_cuda:
             trim_heap()

@@ -88,12 +88,12 @@ class RewardModelResult:
 def train_reward_model(run: RunConfig, *, overwrite: bool = False) -> RewardModelResult:
     """Train a reward model on the pairs of `run.reward_model`, and measure it on those held out.
 
-    Everything is written to outputs/NAME-reward-model. Ctrl-C does not raise: what is trained so far is saved and
-    measured. `overwrite` deletes what an earlier training left in that folder, once nothing is left to refuse.
+    Everything is written to outputs/NAME-reward-model. Ctrl-C saves and measures what is trained so far. `overwrite`
+    deletes what an earlier training left in that folder, once nothing is left to refuse.
 
     Raises:
         ConfigError: no section, several processes, or an adapter to start from. DataError: the pairs cannot be used.
-        RunExistsError: the folder has an earlier training, and `overwrite` is not set.
+        RunExistsError: there is an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
     named, run = run, run.model_copy(deep=True)
@@ -235,7 +235,6 @@ def merge_adapter(model: Any) -> Any:
 def _train(
     run: RunConfig, section: RewardModelSection, model: Any, tokenizer: Any, pairs: list[Pair], run_dir: RunDir
 ) -> RewardModelResult:
-    """Train `model`, and save it merged."""
     dtype, masters = model.dtype, trainable_tensors(model)
     bind_padding(model, tokenizer)
     args = trl.RewardConfig(
@@ -283,19 +282,14 @@ class RewardTrainer(trl.RewardTrainer):
 
 
 class _ProgressLine(ProgressLine):
-    """The progress line of a reward model's training."""
-
     def _line(self, state: Any, left_s: float, since_s: float) -> str:
         metrics = ", ".join(f"{name} {self._logs[name]:.3f}" for name in ("loss", "accuracy", "margin"))
         return f"{super()._line(state, left_s, since_s)} | {metrics}"
 
 
 def measure_pairs(pairs: list[Pair], reward: RewardModel, result: RewardModelResult) -> None:
-    """Add the measures and warnings of `reward` on held-out pairs to `result`.
-
-    Lengths are in tokens, and a tie counts as half right. "Length alone" is the better of two rankings that read
-    nothing: by the longer answer, and by the shorter one.
-    """
+    """Add the measures and warnings of `reward` on held-out pairs to `result`. Lengths are in tokens, a tie counts as
+    half right. "Length alone" is the better of ranking by the longer answer and by the shorter one."""
     prompts = [pair.prompt for pair in pairs]
     scores = reward(prompts * 2, [pair.answers[side] for side in (0, 1) for pair in pairs])
     halves = zip(scores[: len(pairs)], scores[len(pairs) :], strict=True)

@@ -57,10 +57,9 @@ class SftResult:
     """What `fine_tune` did.
 
     Attributes:
-        folder: of the run, outputs/NAME-sft. adapter_folder: the adapter in it, or the whole model if every parameter
-            was trained.
-        steps: optimizer steps. metrics: the rows of `metrics.jsonl`. seconds: of training.
-        stopped: "interrupted", or None.
+        folder: of the run, outputs/NAME-sft. adapter_folder: the adapter in it, or the whole trained model.
+        steps: optimizer steps. metrics: the rows of `metrics.jsonl`. seconds: of training. stopped: "interrupted", or
+            None.
     """
 
     folder: Path
@@ -84,9 +83,8 @@ def fine_tune(run: RunConfig, policy: Policy, data: Data, rows: Any = None, *, o
         `SftResult`. Ctrl-C does not raise: the current weights are saved, and `stopped` is "interrupted".
 
     Raises:
-        DataError: the demonstrations cannot be used. ConfigError: several processes, or this policy
-            is trained already.
-        RunExistsError: the folder has an earlier training, and `overwrite` is not set.
+        DataError: the demonstrations cannot be used. ConfigError: several processes, or this policy is trained already.
+        RunExistsError: there is an earlier training, and `overwrite` is not set.
         NonFiniteError: the loss became NaN or infinite; nothing is saved.
     """
     worked = check_demonstrations(run, policy, data, rows)
@@ -114,9 +112,8 @@ def check_demonstrations(run: RunConfig, policy: Policy, data: Data, rows: Any =
 
 
 def train_and_report(run: RunConfig, policy: Policy, data: Data, worked: Demonstrations, run_dir: RunDir) -> SftResult:
-    """Held-out accuracy before and after supervised training, and the signal that RLOO would have.
-
-    Printed, and written to before.json and after.json. Raises as `fine_tune`."""
+    """`fine_tune` with held-out accuracy before and after (before.json, after.json), and the signal that RLOO would
+    have."""
     before = None
     if run.run.evaluate:
         before = evaluate(run, policy, data.test, label="before")
@@ -138,8 +135,8 @@ def train_and_report(run: RunConfig, policy: Policy, data: Data, worked: Demonst
 
 
 def next_command(run: RunConfig, overrides: Sequence[str], result: SftResult) -> str:
-    """The command that goes on with RLOO from the weights of `result`, with the run's file and its overrides.
-    A key whose default follows the model's name keeps its value if the name is now that of a folder."""
+    """The command that goes on with RLOO from the weights of `result`, with the run's file and its overrides. A default
+    that follows the model's name keeps its value if the name is now a folder's."""
     adapter, source = result.adapter_folder, run.source
     if adapter.resolve().is_relative_to(Path.cwd()):
         adapter = adapter.resolve().relative_to(Path.cwd())
@@ -245,7 +242,6 @@ def plain_arguments(run: RunConfig, section: SftSection | RewardModelSection, on
 
 
 def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
-    """Keyword arguments of `SFTConfig`."""
     return plain_arguments(run, run.sft, policy.model.device.type == "cpu") | {
         "output_dir": str(folder),
         "learning_rate": run.sft.learning_rate,
@@ -259,8 +255,8 @@ def _arguments(run: RunConfig, policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 class SftTrainer(trl.SFTTrainer):
-    """TRL's trainer, with the mean cross-entropy of the completion tokens from the kit's scorer: rows are end to end
-    without padding, and no tokens x vocabulary tensor is built. `tokens`: of the completions trained on so far."""
+    """TRL's trainer, with the mean cross-entropy of the completion tokens from the kit's scorer: rows are end to end,
+    and no tokens x vocabulary tensor is built. `tokens`: of the completions trained on so far."""
 
     scorer: Scorer
     tokens: int = 0
@@ -272,8 +268,8 @@ class SftTrainer(trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The sum over this micro-step's completion tokens, divided by the number of those in the optimizer step (or in
-        the micro-step if transformers does not count them)."""
+        """The sum over the micro-step's completion tokens, divided by their number in the optimizer step, if it is
+        known."""
         groups, kept = list[Group](), list[torch.Tensor]()
         for ids, labels, mask in zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"], strict=True):
             is_trained = labels[: int(mask.sum())] != -100  # not the prompt, nor tools' results
@@ -298,8 +294,6 @@ class SftTrainer(trl.SFTTrainer):
 
 
 class _SftProgressLine(ProgressLine):
-    """The progress line of supervised training."""
-
     def __init__(self, trainer: SftTrainer, writer: MetricsWriter, every_s: float, after_s: float):
         super().__init__(writer, every_s, after_s)
         self.trainer, self._tokens = trainer, 0

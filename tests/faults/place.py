@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -130,8 +129,3 @@ def assert_equal(found: tuple, expected: tuple) -> None:
     assert metrics == expected[0] and rollouts == expected[1]
     assert weights.keys() == expected[2].keys()
     assert all(torch.equal(tensor, expected[2][name]) for name, tensor in weights.items())
-
-
-def mask(text: str, place: Place) -> str:
-    """`text` without anything that differs between machines."""
-    return re.sub(r"\b[0-9a-f]{12}\b", "ID", text.replace(f"{place.folder}/", "").replace(str(place.folder), "."))

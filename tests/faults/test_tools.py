@@ -60,9 +60,8 @@ def place_with_tools(tmp_path, calling_folder):
 
 @pytest.mark.slow
 def test_a_run_killed_in_an_episode_ends_like_one_that_was_not(place_with_tools):
-    """SIGKILL while a tool is called: the run ends to the bit like one without a kill, its
-    ids, rewards and weights. How long a tool takes decides which rows are computed together, so that the rounding of
-    the sampler's log-probabilities, which the gap to the trainer shows, may differ."""
+    """SIGKILL while a tool is called: ids, rewards and weights end to the bit like without. Which rows are computed
+    together depends on the tool's time, so the sampler's rounding may differ."""
     whole = place_with_tools("whole")
     assert whole.run(*WORDS) == 0, whole.printed()
     metrics, rows, _ = whole.result()

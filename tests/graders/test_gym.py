@@ -92,8 +92,7 @@ def test_parameters_out_of_range() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`fake(**params)`: a reward whose worker finds the stand-in for the library, whose verifier does to its process
-    what the answer names."""
+    """`fake(**params)`: a reward whose library is the stand-in: it does to its process what the answer names."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "data" / "fake_gym"))
     made: list[ReasoningGymScore] = []
 
@@ -108,8 +107,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
-    """A verifier that raises takes the answer for one of the asked form: it is wrong. `exit()` as an answer ended in
-    SystemExit, and the error of that one answer left the whole batch unscored."""
+    """A verifier that raises finds a wrong answer. `exit()` as an answer left the whole batch unscored."""
     given = ("raise", "exit()", "7", "die", "7", "interrupt", "7")
     found = judge(fake(), *((answer, row()) for answer in given))
     assert [str(value) for value in found] == ["0.0", "0.0", "1.0", "nan", "1.0", "nan", "1.0"]
@@ -117,8 +115,7 @@ def test_what_a_verifier_does_costs_its_answer_alone(fake: Any) -> None:
 
 @pytest.mark.slow
 def test_a_verifier_that_takes_long_to_make(fake: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently. After a
-    hang the library was imported within the next answer's."""
+    """count_primes sieves when it is made, within the first answer's limit: right answers were wrong, silently."""
     slow = row().replace('"options": {}', '"options": {"build_s": 0.8}')
     reward = fake(answer_timeout_s=0.4)
     assert judge(reward, ("7", slow), ("hang", slow), ("7", slow)) == [1.0, 0.0, 1.0]
@@ -165,8 +162,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_accuracy_is_the_verifiers(tiny_tokenizer: Any, in_place: None) -> None:
-    """Several orders of courses, ladders or paths are right: compared with the stored answer, most right answers
-    counted as wrong. Rows of other sources are judged by their answers, and partial credit is not right."""
+    """Several orders of courses or paths are right: compared with the stored answer, most right answers were wrong."""
     (end_id,) = [tiny_tokenizer.get_vocab()["</think>"]]
     table = Table(answer=["7", "12", None], **{GYM_COLUMN: [row(), None, None]})
     gold = gold_answers(table)

@@ -56,17 +56,14 @@ def check_all(reward: MathAnswerReward, asked: list[tuple[str, str, float]]) -> 
 
 @pytest.mark.slow
 def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -> None:
-    """Guards against comparing LaTeX as text, and against math-verify's own limits, which use a POSIX signal: in a
-    thread every answer was wrong."""
+    """LaTeX compared as text; and math-verify's own limits use a POSIX signal: in a thread every answer was wrong."""
     pairs = [
         (r"It is \boxed{\frac{1}{2}}.", "0.5"),
         ("$1+x^2$", "x^2+1"),
         (r"\boxed{\sqrt2}", r"\sqrt{2}"),
         ("so it must be 42.", "42"),
-        ("The total is $42.", "42"),
         ("So with $x=3$, the answer is 42.", "42"),
         (r"Therefore, $x = \frac{1}{3}$, which is 0.333.", r"\frac{1}{3}"),
-        ("The sum of $x$ and $y$ is 5.", "5"),
         ("It costs $5 for one, so the total is $40.", "40"),
         ("Therefore, x = 42", "42"),
         ("Steps: 7, 8.\n\n**Final answer:**\n42 eggs", "42"),
@@ -77,7 +74,7 @@ def test_mathematics_is_compared_as_mathematics(math_reward: MathAnswerReward) -
     thread = threading.Thread(target=lambda: found.append(judge(math_reward, *pairs)))
     thread.start()
     thread.join()
-    assert found == [[1.0] * 11 + [0.0, 0.0]] * 2
+    assert found == [[1.0] * 9 + [0.0, 0.0]] * 2
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
@@ -108,12 +105,10 @@ PARTS = [
     ("HTT", r"HTT | \text{HTT}", "TTH | HTTH | HT"),  # words, not products
     (r"\text{East}", r"East | \text{east}", r"seat | \text{West}"),
     (r"\text{Yes}", "yes", "no"),
-    ("cat", "Cat", "act"),
     ("silent", "Silent", "listen"),
     ("der", "der", "red"),
     ("abc", "bac", "abd | ab"),  # products, not words
     ("xyz", "zyx", "xy | xyzz"),
-    ("rqp", "pqr", "pqs"),
     ("pmn", "mnp", "mn"),
     ("f'(x)", r"f^{\prime}(x)", "f(x) | f''(x)"),
     ("90", "90.0", "90'"),
@@ -238,6 +233,14 @@ def test_texts_beyond_the_limit_are_not_scored(checkpoint: Path) -> None:
     reward = RewardModel(str(checkpoint), max_length=10, device="cpu")
     scores = reward(prompts=PROMPTS, completions=COMPLETIONS)
     assert [score is None for score in scores] == [False, True, False]
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        RewardModel("rm", batch_size=0)
+
+
+def test_a_folder_at_home_is_loaded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~/rm` passed the check, and transformers took it for a hub id."""
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert None not in RewardModel(f"~/{checkpoint.name}", device="cpu")(prompts=["a"], completions=["b"])
 
 
 def write_checkpoint(folder: Path, **changes: Any) -> Path:
@@ -277,15 +280,13 @@ def as_adapter(folder: Path) -> None:
 TRAINS = "rloo-kit reward-model"
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, tuple[str, ...]]] = {
     "two labels, which transformers does not store": ({"id2label": None}, None, ("2 outputs", TRAINS)),
-    "two labels by number": ({"id2label": None, "num_labels": 2}, None, ("2 outputs", TRAINS)),
-    "three labels": ({"id2label": {"0": "a", "1": "b", "2": "c"}}, None, ("3 outputs", TRAINS)),
     "three labels by number": ({"id2label": None, "num_labels": 3}, None, ("3 outputs", TRAINS)),
     "two names and a number": ({"id2label": {"0": "a", "1": "b"}, "num_labels": 1}, None, ("2 outputs", TRAINS)),
+    "names in a list": ({"id2label": ["a"]}, None, ("2 outputs",)),
     "a causal head": ({"architectures": ["Qwen3ForCausalLM"], "id2label": None}, None, ("Qwen3ForCausalLM", TRAINS)),
     "one label on a causal head": ({"architectures": ["Qwen3ForCausalLM"]}, None, ("Qwen3ForCausalLM", TRAINS)),
-    "a head for tokens": ({"architectures": ["BertForTokenClassification"]}, None, ("BertForTokenClassification",)),
     "a head of its own code": ({"architectures": ["Qwen2ForRewardModel"]}, None, ("Qwen2ForRewardModel", TRAINS)),
-    "no architectures, two labels": ({"architectures": None, "id2label": None}, None, ("2 outputs",)),
+    "a head that is no list": ({"architectures": "Qwen3"}, None, ("the head of Qwen3",)),
     "an adapter": ({}, as_adapter, ("adapter", "merge_and_unload", TRAINS)),
     "the folder of a training": ({}, as_run, ("config.json", "/rm/reward_model")),
     "no tokenizer": ({}, lambda folder: (folder / "tokenizer.json").unlink(), ("no tokenizer", "add")),
@@ -299,8 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None, tuple[
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_reward_model_is_known_by_its_files(tmp_path: Path, case: str) -> None:
-    """A run evaluated, trained and evaluated again with a reward that could not be loaded, or, of a causal model, whose
-    head was random: what its files say was looked at after all of it."""
+    """A run evaluated, trained and evaluated again with a reward that could not be loaded, or had a random head."""
     changes, change, words = REFUSED[case]
     folder = write_checkpoint(tmp_path / "rm", **changes)
     if change is not None:
@@ -312,20 +312,10 @@ def test_what_is_no_reward_model_is_known_by_its_files(tmp_path: Path, case: str
     assert str(caught.value) == found, "the same words for who skips the checks"
 
 
-def test_a_broken_value_in_a_config_is_no_crash(tmp_path: Path) -> None:
-    """Files of others hold anything; an error of Python instead of a sentence, in the checks before the model loads."""
-    for number, changes in enumerate(
-        ({"id2label": ["a"]}, {"id2label": {}}, {"num_labels": "1", "id2label": None}, {"architectures": "Qwen3"})
-    ):
-        assert str(tmp_path) in find_model_fault(str(write_checkpoint(tmp_path / str(number), **changes)))
-
-
 SOUND: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None]] = {
     "one label": ({}, None),
     "one label by number": ({"id2label": None, "num_labels": 1}, None),
-    "a name for the label": ({"id2label": {"0": "quality"}, "problem_type": "regression"}, None),
     "no architectures": ({"architectures": None}, None),
-    "another family": ({"architectures": ["DebertaV2ForSequenceClassification"]}, None),
     "several files": ({}, shard),
     "several files of pickles": ({}, lambda folder: shard(folder, kind="pytorch_model.bin")),
     "a pickle": ({}, lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
@@ -337,8 +327,7 @@ SOUND: dict[str, tuple[dict[str, Any], Callable[[Path], object] | None]] = {
 
 @pytest.mark.parametrize("case", SOUND)
 def test_a_sound_reward_model_has_no_fault(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A false alarm keeps a run from starting, and there is no way around it; also through a link, from home, and by a
-    relative path."""
+    """A false alarm keeps a run from starting; also through a link, from home, and by a relative path."""
     changes, change = SOUND[case]
     folder = write_checkpoint(tmp_path / "rm", **changes)
     if change is not None:
@@ -351,8 +340,7 @@ def test_a_sound_reward_model_has_no_fault(tmp_path: Path, case: str, monkeypatc
 
 
 def test_a_hub_id_is_read_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id that was never loaded cannot be known without the network; of one in the cache only config.json may be
-    there, and the rest is downloaded."""
+    """Without the network, an id is known only from the cache, where only config.json may be."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name, changes in (("me/one", {}), ("me/two", {"id2label": None}), ("me/chat", {"architectures": ["OPTModel"]})):
         folder = write_checkpoint(tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "0a1b", **changes)
@@ -393,8 +381,7 @@ BATCH: dict[str, Any] = {"prompts": ["a"] * 32, "completions": ["b"] * 32, "comp
 def test_a_loading_that_fails_is_tried_once(
     checkpoint: Path, tmp_path: Path, tiny_tokenizer: Any, loads: list[Any], damage: str
 ) -> None:
-    """The guard scores each sample of a failed batch alone: 32 completions were 33 loadings of all weights, and the
-    next batch loaded again. What a library raises is of any kind."""
+    """The guard scores each sample of a failed batch alone: 32 completions were 33 loadings of all weights."""
     folder = shutil.copytree(checkpoint, tmp_path / "rm")
     if damage == "weights":  # a pointer of git-lfs
         (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
@@ -417,21 +404,13 @@ def test_a_loading_that_fails_is_tried_once(
 
 
 def test_a_random_head_is_refused(checkpoint: Path, tmp_path: Path, tiny_model: Any) -> None:
-    """transformers makes up what a checkpoint lacks, with a warning among others: a config alone says one output, the
-    weights are a language model's, and every score is noise."""
+    """transformers makes up what a checkpoint lacks: its config says one output, and every score is noise."""
     folder = shutil.copytree(checkpoint, tmp_path / "rm")
     config = json.loads((folder / "config.json").read_text())
     tiny_model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config | {"architectures": None}))
     with pytest.raises(WholeBatchError, match=r"score\.weight.*rloo-kit reward-model"):
         _ = RewardModel(str(folder), device="cpu").loaded
-
-
-def test_a_folder_at_home_is_loaded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`~/rm` passed the check, and transformers took it for a hub id."""
-    shutil.copytree(checkpoint, tmp_path / "rm")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert None not in RewardModel("~/rm", device="cpu")(prompts=["a"], completions=["b"])
 
 
 def test_the_weights_of_a_reward_model_are_a_source_of_the_run(
@@ -460,8 +439,8 @@ def test_the_weights_of_a_reward_model_are_a_source_of_the_run(
 def test_a_hub_id_is_known_once_it_is_loaded(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loads: list[Any]
 ) -> None:
-    """On a machine with an empty cache there is nothing to compare before the download, and a resumed run would be
-    refused for weights that have not changed. One that cannot be loaded is an error before training, not a change."""
+    """With an empty cache there is nothing to compare, and a resumed run was refused for weights that had not
+    changed."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     reward = RewardModel("me/rm")
     with pytest.raises(WholeBatchError, match="me/rm"):
@@ -470,9 +449,3 @@ def test_a_hub_id_is_known_once_it_is_loaded(
     monkeypatch.setattr(RewardModel, "loaded", property(lambda self: shutil.copytree(checkpoint, cached)))
     cached = tmp_path / "models--me--rm" / "snapshots" / "0a1b"
     assert read_sources([RewardModel("me/rm")]).keys() == {"weights of the reward model me/rm"}
-
-
-def test_parameters_are_checked() -> None:
-    """Guards against an error in the first batch."""
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        RewardModel("rm", batch_size=0)

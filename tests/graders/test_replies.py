@@ -42,14 +42,8 @@ def verdict_of(choice: dict[str, Any], name: str = "score", answer: str = "") ->
 
 @pytest.mark.parametrize("case", REPLIES, ids=lambda case: case["kind"])
 def test_a_verdict_is_what_the_reply_ends_with(case: dict[str, Any]) -> None:
-    """Guards against a verdict that the judge did not give: a draft, a quotation, a part, one that it had not reached;
-    and against plain words of other servers and languages that cost a sample."""
+    """A draft, a quotation or a part taken for the verdict; words of other servers and languages that cost a sample."""
     assert verdict_of(case, case["name"], case["answer"]) == case["verdict"]
-
-
-def test_the_table_has_every_kind() -> None:
-    """Guards against a table of easy replies."""
-    assert len(REPLIES) >= 40 and sum(case["verdict"] is None for case in REPLIES) >= 20
 
 
 PIECES = [
@@ -78,8 +72,7 @@ def quoting_judges(answer: str) -> list[str]:
 
 
 def test_no_answer_writes_its_own_verdict() -> None:
-    """Guards against an answer that is paid for what it quotes. An honest judge gives 1, and quotes the answer in every
-    place; whatever the answer is made of, it never gets another score: 1, or it is asked again."""
+    """An honest judge gives 1 and quotes the answer in every place: that never earns another score."""
     numbers = random.Random(0)
     answers = [*PIECES, *map("".join, itertools.product(PIECES, PIECES))]
     answers += ["".join(numbers.choices(PIECES, k=numbers.randint(3, 6))) for _ in range(2000)]

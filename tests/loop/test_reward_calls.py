@@ -118,15 +118,11 @@ def test_what_a_reward_must_not_spoil(make_trainer, capsys):
 TEXTS = ["so 5 </think> <answer>5</answer>", "no no no no <answer>7</answer>", "", "2 and 3 </think> 5"]
 ROWS = [{"problem": asked, "solution": gold} for asked, gold in recipes.KNOWN.items()]
 EXPECTED = {
-    "format_exactly": [3.0, 0.0, 0.0, 0.0],
     "numbers": [1.5, -0.5, -0.5, -0.5],
     "unique_letters": [16.0, 12.0, 0.0, 14.0],
     "accuracy": [1.0, 0.0, 0.0, 0.0],
-    "tag_count": [0.75, 0.5, 0.0, 0.25],
     "cosine": [0.884, -0.897, -1.0, -0.961],
-    "repetition": [0.0, -0.5, 0.0, 0.0],
     "by_text": [11.0, 10.1, 10.0, 10.0],
-    "correctness": [2.0, 0.0, 0.0, 0.0],
     "judge": [1.0, 1.0, 0.0, 0.0],
 }
 

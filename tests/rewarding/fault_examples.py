@@ -51,7 +51,6 @@ LEAK = []
 detached_and_hangs = harm(lambda columns: fork_detached() or time.sleep(600))
 detached_and_exits = harm(lambda columns: fork_detached() or os._exit(7))
 detached_and_goes_on = harm(lambda columns: fork_detached())
-stops_itself = harm(lambda columns: os.kill(os.getpid(), signal.SIGSTOP))
 stops_later_detached = harm(
     lambda columns: fork_detached() or threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
 )
@@ -61,15 +60,9 @@ aborts = harm(lambda columns: os.abort())
 closes_every_file = harm(lambda columns: os.closerange(0, 256))
 writes_to_descriptor_1 = harm(lambda columns: os.write(1, b"\x00\xff" * 4096) and None)
 part_of_a_reply = harm(lambda columns: write_to_replies(struct.pack("!i", 100) + b"{") or time.sleep(600))
-# After the reward's own: what the next call would read as its result.
-extra_reply = harm(lambda columns: threading.Timer(0.2, write_to_replies, [frame(b"[null, [[9.0], []]]")]).start())
 logs_too_much = harm(lambda columns: columns["log_extra"]("text", ["x" * 20_000_000]))
 logs_what_is_no_number = harm(lambda columns: columns["log_metric"]("length", "long"))
-changes_folder = harm(lambda columns: os.chdir("/"))
 hangs_at_exit = harm(lambda columns: atexit.register(time.sleep, 600) and None)
-returns_odd_numbers = harm(
-    lambda columns: [5e-324, -0.0, 1.7976931348623157e308, 0.1 + 0.2, 1 / 3, None, float("nan"), float("-inf")]
-)
 leaks = harm(lambda columns: LEAK.append(bytearray(os.urandom(1) * 40_000_000)))
 asks_for_all_memory = harm(lambda columns: [bytearray(1 << 60)])
 
@@ -103,16 +96,6 @@ def forged_pickle(columns):
 @harm
 def a_megabyte_of_error(columns):
     raise ValueError("x" * 1_000_000 + "\ud800")
-
-
-class Speechless(Exception):
-    def __str__(self):
-        raise RuntimeError("no words")
-
-
-@harm
-def an_error_without_a_text(columns):
-    raise Speechless
 
 
 @harm

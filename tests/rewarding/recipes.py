@@ -1,4 +1,4 @@
-"""Ten rewards in the styles of published recipes, written for these tests: `tests/loop/test_reward_calls.py`."""
+"""Six rewards in the styles of published recipes, written for these tests: `tests/loop/test_reward_calls.py`."""
 
 import asyncio
 import math
@@ -14,11 +14,6 @@ def tagged(text):
 
 
 # Notebooks: messages, the question from the prompt.
-def format_exactly(completions, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    return [3.0 if re.search(r"</think>\s*<answer>.+?</answer>\s*\Z", text, re.DOTALL) else 0.0 for text in contents]
-
-
 def numbers(prompts, completions, answer, **kwargs):
     question = prompts[0][-1]["content"]
     responses = [completion[0]["content"] for completion in completions]
@@ -40,13 +35,6 @@ def accuracy(completions, solution, **kwargs):
     return [float(tagged(text) == gold) for text, gold in zip(contents, solution, strict=True)]
 
 
-def tag_count(completions, **kwargs):
-    def count(text):
-        return 0.25 * sum(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-
-    return [count(completion[0]["content"]) for completion in completions]
-
-
 def cosine_scaled(low, high, longest):
     def cosine(completions, solution, **kwargs):
         rewards = []
@@ -62,12 +50,6 @@ def cosine_scaled(low, high, longest):
 cosine = cosine_scaled(0.5, 1.0, 100)
 
 
-def repetition(completions, ngram=2, **kwargs):
-    words = [completion[0]["content"].lower().split() for completion in completions]
-    grams = [list(zip(*(text[place:] for place in range(ngram)), strict=False)) for text in words]
-    return [len(set(found)) / len(found) - 1.0 if found else 0.0 for found in grams]
-
-
 # A trainer that scores one text by its data: called for each completion.
 def compute_score(solution_str, ground_truth, format_score=0.1):
     found = re.findall(r"<answer>(.*?)</answer>", solution_str)
@@ -81,14 +63,6 @@ def by_text(completions, problem, answer, **kwargs):
     ]
 
 
-# The widespread demo on grade-school maths.
-def correctness(prompts, completions, answer, **kwargs):
-    responses = [completion[0]["content"] for completion in completions]
-    asked = prompts[0][-1]["content"]
-    print("-" * 20, f"Question:\n{asked}", f"\nAnswer:\n{answer[0]}", f"\nExtracted:\n{tagged(responses[0])}")
-    return [2.0 if tagged(text) == gold else 0.0 for text, gold in zip(responses, answer, strict=True)]
-
-
 # A model as a judge, behind a limit of calls at once.
 async def judge(completions, **kwargs):
     async def ask(completion):
@@ -99,6 +73,4 @@ async def judge(completions, **kwargs):
     return await asyncio.gather(*(ask(completion) for completion in completions))
 
 
-RECIPES = [
-    format_exactly, numbers, unique_letters, accuracy, tag_count, cosine, repetition, by_text, correctness, judge,
-]  # fmt: skip
+RECIPES = [numbers, unique_letters, accuracy, cosine, by_text, judge]

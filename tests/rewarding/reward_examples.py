@@ -35,6 +35,10 @@ def heavy_modules(completions, **columns):
     return [float(sum(name in sys.modules for name in ("torch", "transformers", "trl", "numpy")))] * len(completions)
 
 
+def odd_numbers(completions):
+    return [0.1 + 0.2, float("-inf")]
+
+
 def published(completions):
     return [float(len(text)) for text in completions]
 

@@ -76,19 +76,16 @@ def works(reward: JudgeReward, value: float = 6 / 9) -> bool:
     return True
 
 
-@pytest.mark.parametrize("end", ["/v1", "/v1/", "", "/", "/v1/chat/completions", "/v1/chat/completions/"])
-def test_a_url_with_and_without_its_version(serve: Any, tmp_path: Path, end: str) -> None:
-    """Guards against 404 in every sample for an address as Ollama, vLLM and llama.cpp print it, or as documentation has
-    it with the whole path."""
-    endpoint = serve(under("/v1"))
-    assert works(judge(endpoint.url + end, tmp_path))
-
-
-@pytest.mark.parametrize("end", ["/api", "/openai/"])
-def test_a_url_below_a_path(serve: Any, tmp_path: Path, end: str) -> None:
-    """Guards against an address that is completed at the wrong place: a gateway serves below a path of its own."""
-    assert works(judge(serve(under(f"{end.rstrip('/')}/v1")).url + end, tmp_path))
-    assert works(judge(serve(under(end.rstrip("/"))).url + end, tmp_path / "bare"))
+@pytest.mark.parametrize(
+    ("prefix", "end"),
+    [
+        *(("/v1", end) for end in ("/v1", "/v1/", "", "/", "/v1/chat/completions", "/v1/chat/completions/")),
+        *((prefix, "/openai/") for prefix in ("/openai", "/openai/v1")),  # a gateway serves below a path of its own
+    ],
+)
+def test_a_url_with_and_without_its_version(serve: Any, tmp_path: Path, prefix: str, end: str) -> None:
+    """404 in every sample for an address as Ollama, vLLM and llama.cpp print it, or with the whole path."""
+    assert works(judge(serve(under(prefix)).url + end, tmp_path))
 
 
 def test_a_server_that_answers_unknown_addresses_with_200(serve: Any, tmp_path: Path) -> None:
@@ -103,30 +100,15 @@ def test_an_address_of_nothing_is_one_sentence(serve: Any, tmp_path: Path) -> No
     assert "HTTP 404" in found and "/v1" in found and "\n" not in found
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
-@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize(("status", "absolute"), [(301, True), (307, False)])
 def test_a_redirect_names_the_address_to_set(serve: Any, tmp_path: Path, status: int, absolute: bool) -> None:
-    """Guards against a gateway that sends /v1 to /api/v1: followed by some methods and statuses only, and with the key
-    to wherever it points. The sentence has the url to write."""
-    inner = under("/api/v1")
-    endpoint = serve(
-        lambda method, path: (
-            (status, {"Location": (endpoint.url if absolute else "") + "/api" + path}, "")
-            if path.startswith("/v1")
-            else inner(method, path)
-        )
-    )
-    found = judge(f"{endpoint.url}/v1", tmp_path).find_fault()
-    assert f"set url to {endpoint.url}/api/v1" in found
-    assert works(judge(f"{endpoint.url}/api/v1", tmp_path))
+    """A gateway that sends /v1 to /api/v1 was followed by some methods only, and with the key to wherever it points."""
 
+    def answer(method: str, path: str) -> Any:
+        return status, {"Location": (endpoint.url if absolute else "") + "/api" + path}, ""
 
-def test_models_that_are_listed_otherwise_or_not_at_all(serve: Any, tmp_path: Path) -> None:
-    """Guards against a check of the list in place of a request: gateways serve aliases, and some list nothing."""
-    lists = [(200, {}, {"data": [{"id": "org/m-2026"}]}), (404, {}, ""), (200, {}, []), (200, {}, "html")]
-    for number, listed in enumerate(lists):
-        endpoint = serve(lambda method, path, listed=listed: chat() if method == "POST" else listed)
-        assert works(judge(f"{endpoint.url}/v1", tmp_path / str(number)))
+    endpoint = serve(answer)
+    assert f"set url to {endpoint.url}/api/v1" in judge(f"{endpoint.url}/v1", tmp_path).find_fault()
 
 
 def test_a_model_that_is_not_served_is_named_with_those_that_are(serve: Any, tmp_path: Path) -> None:
@@ -158,16 +140,16 @@ def test_no_proxy_stands_in_front_of_this_machine(
     assert works(judge(f"{endpoint.url.replace('127.0.0.1', host)}/v1", tmp_path)) and not proxy.requests
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "socks5h://127.0.0.1:1", "gopher://127.0.0.1:1"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "gopher://127.0.0.1:1"])
 def test_a_proxy_that_cannot_be_used_is_one_sentence(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
 ) -> None:
-    """Guards against an ImportError of httpx in every sample; a judge on this machine needs no proxy at all."""
+    """Found before the run, in httpx's words; a judge on this machine needs no proxy at all."""
     monkeypatch.setenv("ALL_PROXY", proxy)
     if proxy.startswith("socks") and is_importable("socksio"):
         pytest.skip("socksio is installed here, so httpx can use a SOCKS proxy")
     found = judge("http://judge.example:9/v1", tmp_path).find_fault()
-    assert "proxy" in found and "httpx[socks]" in found and "NO_PROXY" in found
+    assert "proxy" in found and ("httpx[socks]" in found) == proxy.startswith("socks")
     assert works(judge(f"{serve(under('/v1')).url}/v1", tmp_path))
 
 
@@ -179,37 +161,11 @@ def test_a_proxy_is_used_for_other_machines(serve: Any, tmp_path: Path, monkeypa
     assert proxy.requests[0].requestline == "POST http://judge.example/v1/chat/completions HTTP/1.1"
 
 
-PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]}, {"type": "text", "text": '{"score": 7}'}]
-KINDS = {
-    "content in parts": chat(PARTS),
-    "reasoning in its own field": chat(message={"reasoning_content": 'Perhaps {"score": 2}.'}),
-    "nothing but reasoning": chat(None, message={"reasoning": 'It is good. {"score": 7}'}),
-    "no usage": chat(usage=None),
-    "odd usage": chat(usage=["10"]),
-    "usage in texts": chat(usage={"total_tokens": "10"}),
-    "no finish_reason": (200, {}, {"choices": [{"message": {"content": '{"score": 7}'}}]}),
-    "further choices": (200, {}, {"choices": [chat()[2]["choices"][0], {"message": {"content": '{"score": 1}'}}]}),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_replies_of_other_servers(serve: Any, tmp_path: Path, kind: str) -> None:
-    """Guards against a dialect that costs samples."""
-    assert works(judge(f"{serve(under('/v1', KINDS[kind])).url}/v1", tmp_path))
-
-
 @pytest.mark.parametrize("usage", [None, {"total_tokens": "10"}, {}], ids=str)
 def test_a_budget_of_tokens_needs_a_count_of_them(serve: Any, tmp_path: Path, usage: Any) -> None:
     """Guards against max_tokens that never ends anything, because the server does not report them."""
     found = judge(f"{serve(under('/v1', chat(usage=usage))).url}/v1", tmp_path, max_tokens=1000).find_fault()
     assert "max_tokens is 1,000" in found and "max_calls" in found
-
-
-def test_a_limit_that_every_verdict_exceeds(serve: Any, tmp_path: Path) -> None:
-    """Guards against a reasoning judge whose limit of tokens ends before its verdict, in every sample of a night."""
-    cut = {"choices": [{"message": {"content": None, "reasoning_content": "Let me"}, "finish_reason": "length"}]}
-    reward = judge(f"{serve(under('/v1', (200, {}, cut))).url}/v1", tmp_path, options={"max_tokens": 20})
-    assert "raise options.max_tokens, which is 20" in reward.find_fault()
 
 
 @pytest.mark.parametrize(
@@ -228,10 +184,3 @@ def test_nobody_there_is_one_sentence_at_once(tmp_path: Path, url: str, monkeypa
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 1e6)
     found = judge(url, tmp_path).find_fault()
     assert url in found and "start the judge" in found and "\n" not in found
-
-
-@pytest.mark.parametrize("url", ["http://host:99999/v1", "ftp://host/v1", "host/v1", "http:///v1"])
-def test_an_address_that_is_none_is_refused_when_it_is_read(tmp_path: Path, url: str) -> None:
-    """Guards against an error of the HTTP library in place of the key's name."""
-    with pytest.raises(ValueError, match="url|port|Port"):
-        judge(url, tmp_path)

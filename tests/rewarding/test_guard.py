@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import re
-import sys
 import threading
 import time
 import weakref
@@ -101,11 +100,15 @@ NO_LISTS = [
 ]
 
 
+async def judge(completions: list[str], **batch: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(text) for text in completions]
+
+
 @pytest.mark.parametrize("kind", ["function", "async", "get_rewards"])
 @pytest.mark.parametrize(("result", "words"), NO_LISTS)
 def test_what_is_no_list_fails_the_batch(kind: str, result: Any, words: str) -> None:
-    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order; in each kind of
-    reward."""
+    """A dict was trained on its keys, "11111111" counted as eight ones, and a set has no order."""
 
     async def later(completions: list[str]) -> Any:
         return result
@@ -118,12 +121,8 @@ def test_what_is_no_list_fails_the_batch(kind: str, result: Any, words: str) -> 
     assert found.values == [None] * 3 and found.failed == [True] * 3
     (failure,) = found.failures
     assert "failed on samples 0 to 2: " in failure and words in failure and "one per completion" in failure
-
-
-def test_a_coroutine_of_a_function_that_is_not_async_is_named() -> None:
-    found = guard(lambda completions: judge(completions)).score(**BATCH)
-    assert found.values == [None] * 3
-    assert "it returned a coroutine" in found.failures[0] and "async def" in found.failures[0]
+    (failure,) = guard(lambda completions: judge(completions)).score(**BATCH).failures
+    assert "it returned a coroutine" in failure and "async def" in failure
 
 
 class Model(torch.nn.Module):
@@ -159,35 +158,19 @@ class Ranks:
     is_relative = True
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
-        lengths = [len(text["content"] if self.reads_messages else text.upper()) for [text] in zip(completions)]
+        lengths = [len(text.upper()) for text in completions]
         return [None] if len(lengths) == 1 else [sorted(lengths).index(one) / len(lengths) for one in lengths]
-
-    reads_messages = False
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, functools.partial, lambda one: NamedReward(one, "ranks", 1.0)])
 def test_a_reward_that_compares_fails_as_a_whole(wrap: Any) -> None:
-    """It raised, was asked again for each sample alone, had nothing to compare there and returned None: a batch without
-    a reward, and no failure that anybody saw."""
+    """Asked again for each sample alone it had nothing to compare: no reward, and no failure that anybody saw."""
     good, bad = BATCH | {"completions": ["a", "abc", "ab"]}, BATCH | {"completions": ["a", 7, "ab"]}
     guarded = guard(wrap(Ranks()))
     assert guarded.score(**good).values == [0.0, 2 / 3, 1 / 3]
     found = guarded.score(**bad)
     assert found.values == [None] * 3 and found.failed == [True] * 3 and len(found.failures) == 1
     assert "failed on samples 0 to 2: AttributeError: 'int' object has no attribute 'upper'" in found.failures[0]
-
-
-def test_a_reward_that_compares_gets_the_form_that_it_reads() -> None:
-    """Its failure is no verdict on the samples if it reads messages."""
-    reward = Ranks()
-    reward.reads_messages = True
-    rows = {"prompts": ["a", "a"], "completions": ["abc", "ab"], "completion_ids": [[1], [2]]}
-
-    def of_messages(completions: list[Any], **columns: Any) -> list[Any]:
-        return reward([one[0] for one in completions])
-
-    of_messages.is_relative = True  # type: ignore[attr-defined]
-    assert guard(of_messages).score(**rows).values == [0.5, 0.0]
 
 
 def test_asking_again_passes_columns_and_logs_nothing_twice() -> None:
@@ -217,16 +200,6 @@ def test_an_interrupt_is_no_failure() -> None:
         guard(interrupted)(**BATCH)
 
 
-def test_an_exit_in_this_process_is_a_failure() -> None:
-    """`sys.exit()` in a reward, left from the script that it was copied from, ended the run without a checkpoint."""
-
-    def leaving(completions: list[str]) -> list[float]:
-        sys.exit("enough")
-
-    guarded = guard(leaving)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3 and "SystemExit: enough" in found.failures[0]
-
-
 class Speechless(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -235,20 +208,21 @@ class Speechless(Exception):
 @pytest.mark.parametrize(
     ("error", "words"),
     [
+        (SystemExit("enough"), "SystemExit: enough"),  # left from the script that it was copied from
+        (asyncio.CancelledError("the client is closed"), "the client is closed"),
         (RewardError("x" * 1_000_000), "(1,000,000 characters)"),
         (Speechless(), "Speechless: its text cannot be made"),
         (ValueError("half a pair \ud800"), "half a pair ?"),
     ],
 )
-def test_a_failures_text_is_short_and_can_be_printed(error: Exception, words: str) -> None:
-    """An error text of a megabyte was printed whole, and one that raises, or has half a surrogate pair, ended the
-    run."""
+def test_a_failures_text_is_short_and_can_be_printed(error: BaseException, words: str) -> None:
+    """A text of a megabyte was printed whole; one that raises, or has half a surrogate pair, ended the run."""
 
-    def raising(completions: list[str]) -> list[float]:
+    async def raising(completions: list[str]) -> list[float]:
         raise error
 
-    guarded = guard(raising)
-    assert (found := guarded.score(**BATCH)).values == [None] * 3 and len(found.failures) == 3
+    found = guard(raising).score(**BATCH)
+    assert found.failed == [True] * 3 and len(found.failures) == 3
     assert all(words in text and len(text.encode()) < LONGEST_ERROR + 500 for text in found.failures)
 
 
@@ -264,11 +238,6 @@ def test_a_reward_changes_no_arguments_of_others() -> None:
     batch = BATCH | {"completion_ids": [[1], [2], [3]]}
     assert guard(greedy)(**batch) == [1.0] * 3
     assert batch == BATCH
-
-
-async def judge(completions: list[str], **batch: Any) -> list[float]:
-    await asyncio.sleep(0)
-    return [float(text) for text in completions]
 
 
 @pytest.mark.parametrize("reward", [judge, functools.partial(judge, scale=1)])
@@ -289,8 +258,8 @@ def test_trl_sees_the_same() -> None:
 
 
 def test_models_are_left_to_trl() -> None:
-    """Guards against hiding a model behind a guard: TRL tells `nn.Module` and model ids apart by type. And a guarded
-    reward is not guarded again: messages were wrapped in messages."""
+    """TRL tells `nn.Module` and model ids apart by type; a guarded reward guarded again wrapped messages in
+    messages."""
     model = torch.nn.Linear(1, 1)
     guarded = guard(thinking_reward)
     assert guard(model) is model and guard(guarded) is guarded
@@ -360,9 +329,8 @@ PLAIN = {"prompts": ["<|im_start|>ab"] * 3, "completions": ["1", "2", "x"]}
     ],
 )
 def test_a_reward_gets_the_form_that_it_reads(reward: Any, batch: Any, expected: list[Any]) -> None:
-    """TRL passes messages if the dataset has them, and text otherwise; a run's prompts are always text, so
-    `completion[0]["content"]` failed on each sample, but for those that a reward scores unread: one empty completion
-    kept the form. The form is found in the first batch, and kept."""
+    """A run's prompts are text, so `completion[0]["content"]` failed on each sample. The form is found in the first
+    batch, and kept; a sample that is scored unread, as an empty completion, does not settle it."""
     guarded = guard(reward)
     assert (found := guarded.score(**batch)).values == expected and found.failed == [False, False, True]
     assert "could not convert string to float: 'x'" in found.failures[0] or "out of range" in found.failures[0]
@@ -409,16 +377,6 @@ def test_the_form_in_which_fewer_samples_fail_is_kept() -> None:
     assert found.values == [1.0, 0.0, None, None] and guarded.form == "given"
 
 
-def test_what_a_reward_awaits_may_be_cancelled() -> None:
-    """The run ended with an empty error."""
-
-    async def cancelled(completions: Any) -> list[float]:
-        raise asyncio.CancelledError("the client is closed")
-
-    found = guard(cancelled).score(completions=["a", "b"])
-    assert found.failed == [True, True] and "reward 'cancelled' failed" in found.failures[0]
-
-
 def test_a_call_that_nobody_waits_for_any_more_ends() -> None:
     """An interrupt left it in its loop, and each sample was asked for alone, for minutes, at the judge's price."""
     asked: list[list[str]] = []
@@ -452,16 +410,3 @@ def test_a_call_that_nobody_waits_for_any_more_ends() -> None:
     time.sleep(0.1)
     assert not PENDING and not waiting.is_alive() and ended == ["client closed"] and len(asked) == 1
     assert guard(judge).score(**BATCH).values == [4.0, None, 8.0] and not PENDING, "the next call is served"
-
-
-def test_async_rewards_share_one_loop() -> None:
-    """A client made in an evaluation was bound to that evaluation's loop, which was closed when training called it."""
-    loops: list[Any] = []
-
-    async def reward(completions: Any) -> list[float]:
-        loops.append(asyncio.get_running_loop())
-        return [1.0 for _ in completions]
-
-    assert guard(reward).score(completions=["a"]).values == [1.0]  # an evaluation
-    assert guard(reward).score(completions=["a"]).values == [1.0]  # the training after it
-    assert loops[0] is loops[1] and not loops[0].is_closed()

@@ -118,8 +118,7 @@ def own(completions, completion_ids, think_end_id{}):
 def test_a_function_of_ones_own_gets_the_tokenizers_id(
     default: str, make_run: Make, tiny_tokenizer: Any, plain_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """`init` wrote 151668 for any model of the hub: with Qwen3.5 or an R1 distillation every completion "never closed"
-    its thinking."""
+    """`init` wrote 151668 for any model: with Qwen3.5 every completion "never closed" its thinking."""
     name = f"own_{len(default)}"
     (tmp_path / f"{name}.py").write_text(OWN.format(default))
     (reward,) = build_rewards(make_run({"name": f"{name}:own"}), tiny_tokenizer)
@@ -160,8 +159,7 @@ def test_a_function_of_ones_own_gets_the_tokenizers_id(
 def test_what_a_config_gets_wrong_is_said_with_its_key(
     entry: dict, words: str, make_run: Make, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Guards against a typing error that trains with defaults, or fails without naming the line to fix; and against a
-    signature that fails in step 1."""
+    """A typing error that trains with defaults, or fails in step 1 without naming the line to fix."""
     shutil.copy(Path(__file__).with_name("reward_examples.py"), tmp_path)
     with pytest.raises(ConfigError, match=words):
         build_rewards(make_run(entry), tiny_tokenizer)
@@ -171,8 +169,7 @@ def test_what_a_config_gets_wrong_is_said_with_its_key(
 def test_a_function_of_ones_own_is_found(
     make_run: Make, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any, next_to_the_config: bool
 ) -> None:
-    """Guards against a run that finds its rewards only when started from the right folder, and against shipped configs
-    that could not use a reward of the folder one works in."""
+    """A run found its rewards only when started from the right folder; shipped configs could use none of one's own."""
     here = tmp_path / "elsewhere"
     here.mkdir()
     monkeypatch.chdir(here)

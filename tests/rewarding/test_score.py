@@ -18,8 +18,7 @@ ROW = {"prompt": "1+1=", "answer": "2", "completion": "1+1=2"}
 @pytest.mark.parametrize("environment", [None, "mine:Maze"])
 @pytest.mark.parametrize("has_tools", [False, True])
 def test_the_columns_named_before_a_run_are_those_that_rewards_get(has_budget, environment, has_tools) -> None:
-    """Five places listed the columns and disagreed: a reward that requires `thinking_forced` passed the check and was
-    refused by the trainer."""
+    """A reward that requires `thinking_forced` passed the check and was refused by the trainer."""
     toolbox: Any = SimpleNamespace(environment=environment, environments=lambda: ["a", "b", "of another batch"])
     episodes = [Episode([{"role": "assistant", "content": text}]) if has_tools else None for text in "23"]
     made = [Completion([5, 6, 7], "2", True, context=[(1, 2)], forced=[(0, 1)], episode=one, row=ROW, prompt="1+1=")
@@ -35,8 +34,7 @@ def test_the_columns_named_before_a_run_are_those_that_rewards_get(has_budget, e
 
 
 def test_async_rewards_are_awaited_together_and_failures_are_values() -> None:
-    """A failure travelled as an infinity; and judges that are awaited one after the other take as long as all of
-    them."""
+    """A failure travelled as an infinity; judges awaited one after the other take as long as all of them."""
     order: list[str] = []
 
     async def first(completions: list[str]) -> list[float]:

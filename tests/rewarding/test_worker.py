@@ -34,15 +34,15 @@ def reward(request: pytest.FixtureRequest) -> Iterator[WorkerReward]:
         ("sees", [2.0, 2.0]),
         ("same_loop", [1.0, 1.0]),
         ("heavy_modules", [0.0, 0.0]),
+        ("odd_numbers", [0.1 + 0.2, float("-inf")]),
         ("scorer", [-2.0, -1.0]),  # an object with get_rewards
         ("arrays", [3.0, 2.0]),  # one number a row, as a classifier's logits are
     ],
     indirect=["reward"],
 )
 def test_a_good_reward_gives_what_it_gives_in_place(reward: WorkerReward, expected: list[float]) -> None:
-    """Guards against a protocol that a print breaks, ids that arrive as tuples or arrays, columns that get lost, and a
-    worker that loads torch: gigabytes and ten seconds a reward. A reward with a client of its own failed with "Event
-    loop is closed" in every call but the first."""
+    """A print broke the protocol, columns got lost, and a worker that loads torch costs ten seconds. A client of the
+    reward's own failed with "Event loop is closed" in every call but the first."""
     columns = {"answer": ["1", "2"], "trainer_state": object()}
     assert reward(**BATCH, **columns) == expected and reward(**BATCH, **columns) == expected
 
@@ -79,8 +79,7 @@ def test_a_signature_that_cannot_work_is_refused(reward: WorkerReward) -> None:
     indirect=["reward"],
 )
 def test_what_is_no_reward_is_not_scored(reward: WorkerReward, values: list[float | None], words: str) -> None:
-    """Guards against a worker that makes a list of what the guard would refuse, against float("1") in it, and against
-    an object that this process cannot read."""
+    """A list made of what the guard would refuse, float("1"), and an object that this process cannot read."""
     found = guard(reward).score(**BATCH)
     assert found.values == values and found.failed == [value is None for value in values] and reward.worker.running
     assert len(found.failures) == 1 and words in found.failures[0] and "it returned" in found.failures[0]
@@ -88,12 +87,8 @@ def test_what_is_no_reward_is_not_scored(reward: WorkerReward, values: list[floa
 
 PASSED = ["PATH", "LC_ALL", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"]
 PASSED += ["RLOO_KIT_BATCH"]  # a batch ends what carries its mark
-HIDDEN = [
-    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN", "JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN", "KAGGLE_KEY", "GITHUB_TOKEN", "PGPASSWORD",
-    "DATABASE_URL", "HTTPS_PROXY", "PYTHON_TOKEN", "PYTHON_KEYRING_PASSWORD", "RLOO_KIT_API_KEY", "RLOO_KIT_SECRET",
-    "CUDA_LICENSE_KEY", "LC_AUTH_COOKIE", "SSH_AUTH_SOCK", "ANYTHING",
-]  # fmt: skip
+HIDDEN = ["HF_TOKEN", "HF_ENDPOINT", "WANDB_API_KEY", "PGPASSWORD", "HTTPS_PROXY", "SSH_AUTH_SOCK", "ANYTHING"]
+HIDDEN += ["PYTHON_TOKEN", "RLOO_KIT_SECRET", "CUDA_LICENSE_KEY", "LC_AUTH_COOKIE"]  # of names that are passed
 
 
 def test_a_worker_sees_no_secret_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +107,8 @@ def test_a_worker_sees_no_secret_that_was_not_asked_for(monkeypatch: pytest.Monk
 
 
 def test_a_reward_never_shows_a_key_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An own reward raised an error with the address that it had called, key included: it was in the log, in
-    status.json and, through log_extra, in rollouts/. What comes back is masked, whatever the process is asked for."""
+    """An error with the address that a reward had called, key included, was in the log and, by log_extra, in
+    rollouts/."""
     monkeypatch.setenv("MY_API_KEY", key := "sk-Canary/4711+abc")
     reward = WorkerReward(f"{HERE.parent / 'tools' / 'leaking_tools.py'}:rate", timeout_s=60.0, env=["MY_API_KEY"])
     seen: list[Any] = []
@@ -138,8 +133,7 @@ class Unreadable:
 
 @pytest.mark.parametrize("reward", ["process_id"], indirect=True)
 def test_what_cannot_be_sent_leaves_the_process_as_it_was(reward: WorkerReward) -> None:
-    """Guards against a new interpreter for every batch, and half a message in the pipe: the next call would read the
-    wrong answer."""
+    """A new interpreter for every batch, and half a message in the pipe: the next call would read the wrong answer."""
     first = reward(**BATCH)
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle|local"):
         reward(**BATCH, odd=[lambda: 1, lambda: 2])
@@ -151,8 +145,7 @@ def test_what_cannot_be_sent_leaves_the_process_as_it_was(reward: WorkerReward) 
 
 
 def test_a_file_imports_relative_to_its_folder(tmp_path: Path) -> None:
-    """`pkg/rewards.py:score` with `from .util import x` failed: "attempted relative import with no known parent". The
-    packages above the file count too; their `__init__`, which may load anything, is not run."""
+    """`from .util import x` failed in `pkg/rewards.py`. The `__init__` of packages above it is not run."""
     for folder in (tmp_path / "pkg", tmp_path / "pkg" / "math"):
         folder.mkdir()
         (folder / "__init__.py").write_text("raise RuntimeError('not a library')")
@@ -166,8 +159,8 @@ def test_a_file_imports_relative_to_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_process_never_starts_again_with_other_code(tmp_path: Path) -> None:
-    """A reward was edited while its run trained: the evaluation after started a process of its own with the new code,
-    and the verdict was "learnt: from 0.14 to 10.25"."""
+    """A reward was edited while its run trained; the evaluation after ran the new code: "learnt: from 0.14 to
+    10.25"."""
     file = tmp_path / "own.py"
     file.write_text("def score(completions):\n    return [1.0] * len(completions)\n")
     made = WorkerReward("own:score", folders=[tmp_path])

@@ -33,7 +33,6 @@ KILLED = f"took longer than {LIMIT_S:g} s and was killed (timeout_s)"
 FAULTS = {
     "detached_and_hangs": KILLED,
     "detached_and_exits": "ended its process with exit code 7",
-    "stops_itself": KILLED,
     "calls_exit": "SystemExit: enough",
     "forks_and_both_return": None,
     "raises_interrupt": "KeyboardInterrupt",
@@ -43,10 +42,8 @@ FAULTS = {
     "part_of_a_reply": KILLED,
     "forged_pickle": "sent a reply that cannot be read",
     "a_megabyte_of_error": "(1,000,001 characters)",
-    "an_error_without_a_text": "Speechless: its text cannot be made",
     "logs_too_much": "the limit is 16,777,216",
     "logs_what_is_no_number": "could not convert string to float: 'long'",
-    "changes_folder": None,
     "sets_an_alarm": None,
     "ignores_signals": KILLED,
     "hangs_at_exit": None,
@@ -81,8 +78,7 @@ CORE = ("detached_and_hangs", "calls_exit", "forged_pickle", "a_megabyte_of_erro
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in CORE else pytest.mark.slow) for one in FAULTS])
 def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process; an
-    error text of a megabyte went to the terminal."""
+    """A detached child that kept the pipe open stopped a run for ever; a forged reply ran code in the run's process."""
     before, children = os.getcwd(), set(psutil.Process().children(recursive=True))
     words, reward = FAULTS[name], make(name, LIMIT_S if FAULTS[name] == KILLED else 60.0)
     guarded = guard(reward)
@@ -101,8 +97,7 @@ def test_a_fault_costs_one_call_and_leaves_nothing(name: str, tmp_path: Path) ->
 
 
 def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tmp_path: Path) -> None:
-    """A sandbox of a reward's own starts programs with an empty environment: the mark does not find them, and one that
-    was started between the look for children and the kill stayed."""
+    """A sandbox starts programs with an empty environment: the mark does not find them, and one of them stayed."""
     reward = make("clean_children_without_end")
     reward.load()
     with pytest.raises(WholeBatchError, match="took longer"):
@@ -112,21 +107,9 @@ def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tm
             assert process.cmdline()[:1] != [str(tmp_path)] or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_reply_to_no_call_is_never_taken_for_one() -> None:
-    """Each call would get the rewards of the one before."""
-    reward = make("extra_reply", timeout_s=60.0)
-    assert call(reward, "bad") == [1.0]
-    time.sleep(0.5)
-    with pytest.raises(WholeBatchError, match="sent a reply that cannot be read"):
-        call(reward, "good")
-    assert call(reward, "good") == [1.0]
-    reward.worker.close()
-
-
 @pytest.mark.slow
 def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
-    """The request was written without a limit: a stopped worker and a batch that is larger than the pipe hung the run;
-    later only if a detached child kept the other end."""
+    """The request was written without a limit: a stopped worker and a batch larger than the pipe hung the run."""
     reward = make("stops_later_detached", timeout_s=10.0)
     assert call(reward, "bad") == [1.0]
     process = psutil.Process(reward.worker._process.pid)  # type: ignore[union-attr]
@@ -190,8 +173,7 @@ ENDED = "end_workers(); print('ended', flush=True); time.sleep(60)"
     "last", ["SIGKILL", *(pytest.param(one, marks=pytest.mark.slow) for one in (ENDED, "raise SystemExit(1)"))]
 )
 def test_nothing_stays_behind_when_a_run_ends(last: str) -> None:
-    """A program that a reward has left running kept a core of the only machine busy for days. After SIGKILL nothing of
-    the run's own code runs: the watchdog ends what is marked, then itself."""
+    """A program that a reward had left running kept a core busy for days; after SIGKILL only the watchdog is left."""
     program = PROGRAM.format(folder=str(HERE), last=last)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -226,14 +208,6 @@ def test_one_watchdog_serves_all_workers_of_a_process() -> None:
     end_workers()
     assert not any(reward.worker.running for reward in rewards) and call(rewards[0], "good") == [1.0]
     end_workers()
-
-
-def test_numbers_arrive_as_they_were() -> None:
-    """A reward that lost its last digits on the way would train another policy."""
-    reward = make("returns_odd_numbers", timeout_s=30.0)
-    found = str(reward(prompts=["p"] * 8, completions=["bad"] * 8))
-    assert found == "[5e-324, -0.0, 1.7976931348623157e+308, 0.30000000000000004, 0.3333333333333333, None, nan, -inf]"
-    reward.worker.close()
 
 
 def test_what_a_reward_logs_is_made_plain() -> None:

@@ -17,15 +17,7 @@ from rloo_kit.results.pages import embed_json, make_page, show_text
 from rloo_kit.runs import files as saves
 from rloo_kit.runs import folder
 from rloo_kit.runs.checkpoints import list_checkpoints, prune, publish, seal
-from rloo_kit.runs.files import (
-    append_rows,
-    git_revision,
-    read_json,
-    read_rows,
-    running_saves,
-    saving,
-    wait_for_saves,
-)
+from rloo_kit.runs.files import append_rows, git_revision, read_json, read_rows, running_saves, saving, wait_for_saves
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.rollouts import Rollouts, read_rollouts
 from rloo_kit.system.processes import say
@@ -33,8 +25,7 @@ from tests.runs.test_run_dir import Run
 
 
 def test_a_running_save_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk would otherwise keep the kernel alive forever. And the trainer's checkpoint saves the model into the
-    same folder, inside its own save."""
+    """A full disk kept the kernel alive forever; a checkpoint saves the model into its folder, inside its own save."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match="full"), saving("adapter"):
         raise OSError("the disk is full")
@@ -98,8 +89,7 @@ def steps(folder, run=RUN):
 
 
 def test_the_newest_stay_and_nothing_of_others_goes(tmp_path, write):
-    """A foreign checkpoint-99999 counted as the newest, and the run's own were deleted because of it. Without a run's
-    id, a second training in one output_dir deleted its own checkpoint-2 and kept an old checkpoint-4."""
+    """A foreign checkpoint-99999 counted as the newest, and the run's own were deleted; or an old one was kept."""
     write(4, run="", at=100)
     write(2, run="", at=200)
     prune(tmp_path, 1, "", needed=(2,))

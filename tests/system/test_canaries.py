@@ -123,9 +123,8 @@ def tiny_config(project: Project, tiny_folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_commands_and_failures_keep_keys_to_themselves(project, tiny_config, hub):
-    """A run, a report of the machine, a file with a fault, a reward whose process dies; and not one request left the
-    machine, while TRL reports every trainer to the hub unless that is switched off. Files follow the umask: one made by
-    way of a temporary one is 0600 whatever the user chose, or shows rollouts to everybody."""
+    """Not one request leaves the machine (TRL reports every trainer to the hub). Files follow the umask: one renamed
+    from a temporary one was 0600, or showed rollouts to everybody."""
     assert project.run("rloo_kit.cli", "train", tiny_config).returncode == 0, project.output.decode()
     assert not hub.requests
     paths = list((project.work / "outputs" / "tiny").rglob("*"))

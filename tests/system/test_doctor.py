@@ -45,9 +45,8 @@ def test_a_laptop_without_a_gpu_is_well(run_fresh: RunFresh) -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_a_gpu_and_its_libraries(run_fresh: RunFresh, tmp_path: Path) -> None:
-    """A forgotten kernel holds the memory that a run lacks. bitsandbytes imports without its CUDA part and raises at
-    the first 4-bit layer. Another TRL may have other methods, and vLLM 0.33 another torch. No secret is in what is
-    pasted."""
+    """A forgotten kernel holds the memory that a run lacks; bitsandbytes imports without its CUDA part; another TRL may
+    have other methods. No secret is in what is pasted."""
     (tmp_path / "work" / ".env").write_text(
         f"HF_TOKEN={SECRET}\nWANDB_API_KEY=\nHF_ENDPOINT=http://me:{SECRET}@127.0.0.1:9\n{SECRET}\n"
     )

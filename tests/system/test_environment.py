@@ -36,8 +36,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> str:
     ],
 )
 def test_precision_follows_the_gpus_hardware(run_fresh: Run, gpus: list, variables: dict, expected: str) -> None:
-    """torch.cuda.is_bf16_supported() counts emulation, so a T4 trained in bf16 at a tenth of its speed. accelerate
-    reads its variable unchecked, and it beats bf16=False: a left-over made a CPU run fail."""
+    """torch counts emulated bf16: a T4 trained at a tenth of its speed. accelerate's variable beats bf16=False."""
     code = "e = rloo_kit.setup_environment()\n"
     code += "print(e.precision, os.environ['ACCELERATE_MIXED_PRECISION'], e.dtype_name, *e.notes)"
     found = printed(run_fresh(code, gpus, **variables))
@@ -108,8 +107,8 @@ def test_a_read_only_home_moves_the_cache_to_a_folder_of_ones_own(run_fresh: Run
 def test_torch_s_memory_grows_in_place(
     run_fresh: Run, tmp_path: Path, variables: dict, installed: str, release: str, expected: str
 ) -> None:
-    """A KV cache that grows left holes that nothing else fitted in. Unsloth sets its own, vLLM cannot sleep with it,
-    and in WSL and on a Jetson CUDA fails at the first allocation."""
+    """A growing KV cache left holes. vLLM cannot sleep with it, and in WSL and on a Jetson the first allocation
+    fails."""
     if installed:
         (tmp_path / "site" / f"{installed}.py").touch()
     code = f"import platform; platform.release = lambda: {release!r}\nrloo_kit.setup_environment()\n"
@@ -165,8 +164,8 @@ def load(folder: Path, text: str, *expected: str) -> tuple[dict[str, str], list[
 
 @pytest.mark.parametrize("marker", ["pyproject.toml", ".git", "configs", ".env"])
 def test_the_root_is_found_from_a_folder_below(tmp_path: Path, repository: Path, marker: str) -> None:
-    """python-dotenv looked up from the working directory only, and a notebook's folder held none: silence. A folder
-    called `.env` is a virtual environment. papermill started outside of a project finds the repository's."""
+    """python-dotenv looked up from the working folder only: silence. A folder called `.env` is a virtual
+    environment."""
     below = tmp_path / "notebooks" / "deep"
     (below / ".env").mkdir(parents=True)
     assert find_root(below) == repository
@@ -176,8 +175,7 @@ def test_the_root_is_found_from_a_folder_below(tmp_path: Path, repository: Path,
 
 @pytest.mark.usefixtures("environ")
 def test_a_variable_that_is_set_wins_unless_it_is_empty(tmp_path: Path) -> None:
-    """With python-dotenv's override=False even an empty variable wins: `HF_TOKEN=` in a job file hid the real one. An
-    empty CUDA_VISIBLE_DEVICES is how a GPU is hidden."""
+    """`HF_TOKEN=` in a job file hid the real one. An empty CUDA_VISIBLE_DEVICES is how a GPU is hidden."""
     for before, state in (("", "found in .env"), ("from the shell", "found in the environment")):
         os.environ |= {"HF_TOKEN": before, "CUDA_VISIBLE_DEVICES": ""}
         text = f'export HF_TOKEN="{SECRET}"\nWANDB_API_KEY=\nCUDA_VISIBLE_DEVICES=1\n'
@@ -198,8 +196,7 @@ def test_scraps_of_a_secret_are_not_reported_as_names(tmp_path: Path, caplog: py
 
 @pytest.mark.usefixtures("environ")
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """A `.env` of another user was passed over, and a typo in `root` must not fall back to another project's keys.
-    UnicodeDecodeError carries the whole file, and a logged traceback would carry it on."""
+    """A typo in `root` fell back to another project's keys. UnicodeDecodeError carries the whole file into a log."""
     with pytest.raises(SetupError, match="is not a folder: give the folder that contains .env"):
         prepare_environment(root=tmp_path / "missing")
     file = tmp_path / ".env"

@@ -91,8 +91,7 @@ def test_aliases_work_and_what_yaml_holds_stays() -> None:
     ],
 )
 def test_a_value_that_no_config_holds_has_its_line(text: str, found: str) -> None:
-    """Tracebacks of ruamel's (KeyError: 'x', IndexError), or of Python's where such a value was printed. And PyYAML
-    keeps the last of two equal keys without a word: the run used an unintended beta."""
+    """Tracebacks of ruamel's or Python's. And PyYAML keeps the last of two equal keys: the run used another beta."""
     with pytest.raises(ConfigError) as caught:
         read_yaml(f"# header\n{text}\n", "a.yaml")
     assert found in str(caught.value)

@@ -45,8 +45,7 @@ def be(monkeypatch):
 
 
 def test_a_process_knows_its_place(be, capsys):
-    """A rank that took itself for the first one would write over the first one's files. A RANK that an earlier launch
-    left behind makes this the second of one process: nothing would be written."""
+    """A rank that takes itself for the first one writes over its files; with a RANK left behind nobody writes."""
     assert (processes.count_processes(), processes.process_index(), processes.local_index()) == (1, 0, 0)
     assert processes.is_main_process() and not processes.is_distributed()
     be(1)
@@ -172,8 +171,7 @@ def wait_for_a_reward(seconds):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_step_that_waits_for_a_reward(callbacks, capsys, number):
-    """A judge that accepts a request and never replies held the step, and with it the process, for six minutes. What
-    comes in time is waited for; a signal before the step asks the judge works too."""
+    """A judge that accepts a request and never replies held the step for six minutes. What comes in time is kept."""
     with callbacks.Interrupts() as interrupts:
         os.kill(os.getpid(), number)
         assert wait_for_a_reward(0.2) == wait_for_a_reward(0.2) == [1.0] and interrupts.requested
