@@ -49,8 +49,7 @@ def parts(annotation: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def limits(field: FieldInfo, default: Any) -> str:
-    """The other choices of a key and its bounds: "`a`, `b`", "≥ 0", "[0, 1)". Left out: what the default shows, and
-    "at least 1" of a whole number, which is said once above the tables."""
+    """A key's other choices and bounds, without what the default or the text above the tables says."""
     kinds = parts(field.annotation)
     types = [kind for kind, _ in kinds]
     choices = [show(value) for kind in types if get_origin(kind) is Literal for value in get_args(kind)]

@@ -69,8 +69,7 @@ def is_import_call(node: ast.AST) -> bool:
 
 
 def imports_of(path: Path, tree: ast.Module, typing: bool = False) -> Iterator[Import]:
-    """Every import of a file: statements at any depth, and import_module or __import__ called with a name; with
-    `typing` those for type checkers too."""
+    """Every import of a file at any depth, import_module and __import__ too; with `typing` those for checkers."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
 
     def visit(node: ast.AST, inside: bool) -> Iterator[Import]:

@@ -123,8 +123,7 @@ def test_episodes_become_the_optimizer_steps_that_the_old_loop_made(given: dict[
 
 
 def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
-    """Half-migrated code gave both; which of them won depended on the order of two lines in TRL. In 0.22 every old
-    name had the default None, so code that copies all fields passes None."""
+    """Which of both won depended on the order of two lines in TRL; None counts as not given."""
     with pytest.raises(ConfigError, match="kl_coef.*beta=0.1.*beta=0.2.*remove kl_coef"):
         config_class(str(tmp_path), kl_coef=0.1, beta=0.2)
     assert build(config_class, tmp_path, kl_coef=0.2, beta=0.2)[0].beta == 0.2
@@ -278,8 +277,7 @@ def prepare(**given: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_the_full_old_argument_list_of_the_trainer() -> None:
-    """An argument that is missing from the table stops old code with `unexpected keyword argument 'policy'`; a drop-in
-    that warns of current code is not one."""
+    """A missing argument stops old code with `unexpected keyword argument 'policy'`; current code warns of nothing."""
     assert set(TRAINER_NAMES) == {"config", "policy", "tokenizer", "reward_model", "ref_policy", "data_collator"}
     values, messages = prepare(
         config="args", tokenizer="tokenizer", policy="a/b", ref_policy="a/b", reward_model=reward, train_dataset=[1],

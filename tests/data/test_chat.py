@@ -106,8 +106,7 @@ def test_conversation_with_columns_that_arrow_filled(with_template):
 
 
 def test_text_like_a_conversation_is_read_at_once(with_template):
-    """A prompt that looks like a conversation, 60,000 spaces and a letter took 11.5 s; one that Python has no value for
-    was a traceback."""
+    """A conversation, 60,000 spaces and a letter took 11.5 s; one that is no value of Python was a traceback."""
     talk = "[{'role': 'user', 'content': 'x'}]"
     start = time.perf_counter()
     assert parse_conversation(talk + " " * 60_000 + "x").endswith(" x")
@@ -218,8 +217,7 @@ def test_template_that_fails_is_named(with_template):
 
 
 def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
-    """The trainer tokenises the rendered text with the tokenizer's defaults: with the template's own BOS left in, every
-    prompt of a Llama began with two."""
+    """With the template's own BOS left in, every prompt of a Llama began with two."""
     text = render_prompt(bos_tokenizer, "hi", "instruct")
     wanted = bos_tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert bos_tokenizer(text)["input_ids"] == wanted["input_ids"]
@@ -234,8 +232,7 @@ def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
 
 
 def test_plain_takes_text_and_is_always_allowed(with_template):
-    """The tokenizers of base models come with a chat template that the model has never seen; a conversation has no
-    template to be rendered with."""
+    """Base models' tokenizers come with a template that the model has never seen; a conversation needs one."""
     tokenizer = with_template("hybrid")
     assert resolve_family(tokenizer, "base", "plain") == "plain"
     assert render_prompt(tokenizer, "Once upon", "plain") == "Once upon"
@@ -304,16 +301,14 @@ def of(with_template: Any) -> Any:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_rendered_prompt_decides(of: Any, name: str) -> None:
-    """An R1 distillation with an older template, and Phi-4-reasoning, were taken for models that never think: their
-    thoughts were judged as answers."""
+    """An older R1 distillation and Phi-4-reasoning were taken for models that never think."""
     family, opened = FOUND[name]
     assert resolve_family(of(name), name) == family and thinks(family) == (family != "instruct")
     assert opens_thinking(render_prompt(of(name), "1+1?", family)) is opened
 
 
 def test_a_system_message_that_the_template_leaves_out(of: Any) -> None:
-    """Phi-4-reasoning has a system prompt of its own, and `data.system_prompt` ("give the answer in a box") vanished:
-    every answer was judged as one without a box. A template may trim a message, or take a switch out of it."""
+    """Phi-4-reasoning has a system prompt of its own, and `data.system_prompt` vanished without a word."""
     tokenizer = of("microsoft/Phi-4-reasoning")
     tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", LATER)
     with pytest.raises(DataError, match=r"leaves the system message out.*data.system_prompt: null"):

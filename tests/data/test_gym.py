@@ -25,8 +25,7 @@ LONG = {"max_prompt_length": 2000}
 
 @pytest.fixture
 def prepare(make_run, tiny_tokenizer, monkeypatch):
-    """`prepare(**data)`: the prompts of a run with that data, of sums unless another source is named; drawn in this
-    process."""
+    """`prepare(**data)`: the prompts of a run on sums, or another source, drawn in this process."""
 
     def build(source=SUMS, reward=REWARD, **data):
         source = "" if "sources" in data else source
@@ -45,8 +44,7 @@ def fake(monkeypatch):
 
 @pytest.mark.slow
 def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer):
-    """The verifier needs the entry again, task, options and metadata; nested values of several types do not survive
-    Arrow's columns, JSON text does."""
+    """The verifier needs the entry again; nested values of several types survive as JSON, not in Arrow's columns."""
     run = make_run(SUMS, REWARD, num_prompts=12, options=SHORT, test_size=2, **LONG)
     data = load_data(run, tiny_tokenizer)
     assert (len(data.train), len(data.test)) == (10, 2)
@@ -136,8 +134,7 @@ def test_options_that_a_task_does_not_have(options, words):
     ],
 )
 def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
-    """A run that hangs, or ends in a traceback of the library's, names no key. An error named keys that were not in the
-    file: those of an entry for what data said."""
+    """A traceback of the library's names no key; an error named keys that were not in the file."""
     with pytest.raises(DataError, match=words):
         prepare(**{"num_prompts": 5} | data)
 
@@ -164,9 +161,7 @@ def test_keys_that_make_no_sense(tmp_path, data, words):
 
 @pytest.mark.slow
 def test_a_seed_that_hangs_is_left_out(fake, monkeypatch):
-    """number_sequence and basic_arithmetic never come back from one seed in thousands: a run of 2,000 prompts of them
-    never started. A row without a stored answer could never be scored, nor one whose stored answer is wrong: all of
-    some tasks at some levels."""
+    """A seed that never comes back stopped a run's start; rows whose stored answer scores nothing go too."""
     monkeypatch.setattr(gym, "ROW_LIMIT_S", 1.0)
     found = fake(8, hang_at=3)
     rows = [json.loads(row)["entry"]["metadata"]["index"] for row in found.others[GYM_COLUMN]]
@@ -188,8 +183,7 @@ def test_a_process_that_dies_is_said(fake, monkeypatch):
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
-    """A billion numbers to sort: the run hung before its first line. count_primes sieves when it is made: a run with a
-    large max_n stood still, without a word, for half a minute."""
+    """A billion numbers to sort, or a sieve of a large max_n: the run stood still without a word."""
     with pytest.raises(DataError, match=r"^data\.options: .*MemoryError"):
         fake(8, memory=10**13)
     monkeypatch.setattr(gym, "BUILD_LIMIT_S", 0.3)
@@ -241,8 +235,7 @@ def test_without_the_library_the_command_is_named(prepare, monkeypatch):
 
 
 def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer):
-    """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist. SFT on bare
-    answers would teach a model that thinks to stop thinking. The embedded model knows no other task than addition."""
+    """owner/name is a dataset of the hub; SFT on bare answers unteaches thinking; the embedded model only adds."""
     from rloo_kit.export.formats import hub_id, public_name
     from rloo_kit.tasks.worked import load_worked
 

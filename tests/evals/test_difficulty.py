@@ -182,8 +182,7 @@ def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     ],
 )
 def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
-    """A prompt that is always solved gives as little signal as one that never is; the mean pass rate alone shows
-    neither."""
+    """A prompt that is always solved gives as little signal as one that never is; the mean shows neither."""
     signal = Signal(rates, 8)
     assert signal.verdict == verdict and word in str(signal)
     assert signal.num_mixed == sum(rate not in (0.0, 1.0) for rate in rates)
@@ -191,8 +190,7 @@ def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
 
 
 def test_it_samples_as_rloo_does(policy: Any) -> None:
-    """The policy sometimes answers 7 or 8, so a prompt is sometimes solved if one of them is the answer, and else
-    never."""
+    """The policy sometimes answers 7 or 8: a prompt is sometimes solved if that is the answer, and else never."""
     run = make_run(difficulty_samples=0)
     run.rloo.per_device_train_batch_size = run.rloo.num_generations = 32
     data = SimpleNamespace(train=make_dataset(["7", "9", None, "8", "7"]))

@@ -123,8 +123,7 @@ def start(write_config):
 
 @pytest.fixture
 def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`make_trainer(rewards, completions=..., **options)`: our trainer on some prompts, with given completions (again
-    from the first) or its own; `arguments` are the trainer's, in place of those here."""
+    """`make_trainer(rewards, completions=..., arguments={...}, **options)`: our trainer; completions may be given."""
 
     def build(rewards, completions=None, model=None, lora=True, prompts=8, arguments=None, **options):
         from peft import LoraConfig
@@ -171,8 +170,7 @@ class Trained:
 
 @pytest.fixture
 def trl_train(make_trainer, tiny_folder):
-    """`trl_train(reward, completions=..., arguments={"peft_config": ...}, max_steps=1, ...)`: the call of TRL's own
-    examples, from a model's folder and with every parameter trained; it may be given other arguments and options."""
+    """`trl_train(reward, arguments={...}, max_steps=1)`: the call of TRL's own examples, with all weights trained."""
 
     def run(reward=by_ids, completions=None, arguments=None, before=None, **options):
         settings = {

@@ -119,8 +119,7 @@ def test_eta_leaves_the_first_step_out_and_counts_evaluations(begin, clock, caps
 
 
 def test_sample_table_shows_thinking_and_answer_apart(rollouts, capsys):
-    """Markup of rich in a completion, [/bold] for one, must not be taken for markup: it raises. A completion that
-    moves the cursor (a model may write any byte) must not draw over the table."""
+    """A completion with rich's markup raised; one that moves the cursor drew over the table."""
     thought = "scratch[/bold]\r\x1b[2K</think>"
     rollouts(
         [
@@ -159,9 +158,7 @@ def test_sample_table_shows_calls_shortly(rollouts, capsys, monkeypatch):
 
 
 def test_what_the_penalty_weighs_next_to_the_reward():
-    """Signs must not cancel: half the completions charged and half paid back is not a penalty of 0. Long thoughts
-    everywhere cost everyone the same, which a baseline takes out. And a ratio of 0/0 logged as 0 would say that all is
-    well where nothing is known."""
+    """Signs must not cancel, costs alike for all are no penalty, and a ratio of 0/0 is not known."""
     tensor, scores, tied = torch.tensor, torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.ones(4)
     assert kl_share(tensor([3.0, -3.0]), tensor([0.5, 0.5]), beta=0.1) == pytest.approx(0.3 / 0.8)
     assert kl_share(tensor([3.0, 9.0]), tensor([1.0, NAN]), beta=1.0) == pytest.approx(0.75)

@@ -41,8 +41,7 @@ def judged(start: Start, write_config: Any, server: JudgeServer, tiny_tokenizer:
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
 def test_faults_that_pass_lose_no_sample(judged: Start, server: JudgeServer, mode: str, tmp_path: Path) -> None:
-    """Guards against steps that train on less than they sampled, because a server hiccups: every third request fails,
-    each time in another way, and every sample of every step is scored."""
+    """Guards against steps that train on less than they sampled: every third request fails, each in another way."""
     server.stall_s = 0.8
     server.fault = lambda number, text: FAULTS[number // 3 % len(FAULTS)] if number % 3 == 0 else None
     result = judged(mode)
@@ -59,8 +58,7 @@ def test_faults_that_pass_lose_no_sample(judged: Start, server: JudgeServer, mod
 def test_a_judge_that_goes_down_saves_and_stops_the_run(
     judged: Start, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a night of steps without a reward: after three rollouts without verdicts the run saves and stops
-    with the server's words; it resumes once the judge is back, without paying for what was judged before."""
+    """Guards against a night without a reward: the run saves and stops, and resumes without paying twice."""
     judged(steps=2)
     before = len(server.requests)
     server.fault = lambda number, text: "503"
@@ -102,8 +100,7 @@ def test_a_judge_that_is_missing_is_found_before_the_model_loads(
 def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
     write_config: Any, server: JudgeServer, where: str, tmp_path: Path
 ) -> None:
-    """Guards against a misspelt column that makes every reward None in the first rollout; columns that only a run has
-    are no fault."""
+    """Guards against a misspelt column that makes every reward None; columns that only a run has are no fault."""
     answers = '<answer>\n{{ answer }}\n</answer> "score"'
     if where == "eval":
         answers = "{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}"

@@ -104,8 +104,7 @@ def test_every_key_of_a_file_arrives(tmp_path):
 
 
 def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
-    """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run, but for what the table
-    in docs/config.md names."""
+    """`RLOOConfig` and a file that says nothing are the same run, but for what the table in docs/config.md names."""
     run, config = RunConfig.model_validate(MINIMAL), RLOOConfig(str(tmp_path))
     for name, entry in options._OWN.items():
         assert getattr(config, name) == entry.default

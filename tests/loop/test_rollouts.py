@@ -51,8 +51,7 @@ def first_id(completion_ids, **_):
 
 
 def test_sampler_and_trainer_agree_where_they_are_one_program(make_batches):
-    """The gap is what 4-bit kernels and bf16 make; in float32 on one machine there is none to speak of. A step without
-    any signal has one too: the log had a hole there, just where one looks for the reason."""
+    """In float32 on one machine there is no gap to speak of; a step without any signal has it in the log too."""
     trainer = make_batches(lambda completion_ids, **_: [1.0] * len(completion_ids), temperature=0.8)
     trainer.train()
     logs = trainer.state.log_history[0]
@@ -62,8 +61,7 @@ def test_sampler_and_trainer_agree_where_they_are_one_program(make_batches):
 
 @pytest.fixture
 def corrected_gradient(make_batches):
-    """`corrected_gradient(form, shift)`: a step's gradient and its log where the sampler's log-probabilities are lower
-    than the trainer's by `shift` (nats): one number, or one for each of the 8 completions."""
+    """A step's gradient and log where the sampler's log-probabilities are lower by `shift`, one or one a row."""
 
     def run(form, shift, **options):
         shifts = shift if isinstance(shift, list) else [shift] * 8
@@ -115,8 +113,7 @@ def test_a_masked_correction_drops_a_completion_alone(form, corrected_gradient):
 
 
 def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
-    """A random model never closes its thinking: without a budget each completion is a cut-off thought, with one each
-    has an answer that is scored, and the close earns nothing."""
+    """A random model never closes its thinking: with a budget each completion has an answer that is scored."""
     seen = []
 
     def watch(completion_ids, thinking_forced, **columns):
@@ -148,8 +145,7 @@ def test_a_forced_close_is_seen_by_rewards_and_kept(start_long, capsys):
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_accepted_filters_are_corrected_and_logged(engine, make_trainer, capsys):
-    """The sampler's log-probabilities are those of what the filter left, the trainer's those of the whole: the weight
-    of each token is the share that was kept, and the gap is in the log."""
+    """The weight of each token is the share that the filter kept, and the gap is in the log."""
     options = {"max_steps": 1, "per_device_train_batch_size": 8, "max_completion_length": 6, "rollout_engine": engine}
     steps = {}
     for correction in ("auto", "none"):
@@ -178,8 +174,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
-    """`load(*overrides)`: a run on the tiny model with that template, its policy and its data. The random model hardly
-    ever closes its thinking."""
+    """`load(*overrides)`: a run on the tiny model with that template, its policy and its data."""
 
     def build(*overrides):
         folder = tmp_path / "model"
@@ -198,8 +193,7 @@ def load(write_config, make_tiny_model, tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 @pytest.mark.parametrize(("lora", "engine"), [("model.lora.r=4", "generate"), ("model.lora=null", "native")])
 def test_evaluations_sample_in_the_precision_of_training(lora, engine, precision, load, monkeypatch):
-    """Through transformers on a GPU, rollouts ran LoRA in bfloat16, evaluations in float32: what was measured was not
-    quite the policy that was trained. The float32 of a full finetune likewise."""
+    """On a GPU rollouts ran LoRA in bfloat16 and evaluations in float32: not quite the policy that was trained."""
     monkeypatch.setattr(environment, "mixed_precision", lambda dtype: precision)
     run, policy, data = load(lora, f"rollout.engine={engine}")
     shake(policy.model)
@@ -224,8 +218,7 @@ def test_evaluations_sample_in_the_precision_of_training(lora, engine, precision
 
 
 def test_a_thought_that_never_ends_is_no_answer_anywhere(load):
-    """By its family it was split as if the model had not begun to think: before.json, the table of samples and
-    `split_thinking` as documented took the unfinished thought for the answer."""
+    """An unfinished thought was taken for the answer where the family, not the prompt, decided."""
     run, policy, data = load("rloo.max_steps=1")
     assert policy.family == "hybrid" and all(map(opens_thinking, data.train["prompt"]))
     samples = [sample for sample in kit.evaluate(run, policy, data.test).samples if not sample["closed"]]
@@ -322,8 +315,7 @@ def test_rounds_are_a_limit(start_long):
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_what_the_whole_one_drew(start_long):
-    """The reservoir's place is part of the state: without it a resumed run trains on other prompts than the uncut
-    one."""
+    """Without the reservoir's place in the state a resumed run trains on other prompts than the uncut one."""
     options = ("rollout.resample_rounds=2",)
 
     def go(steps, *words, **flags):

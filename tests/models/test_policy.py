@@ -211,8 +211,7 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
-    """Two adapters for one model, or an adapter to continue where every parameter is to be trained. And it remembers a
-    path: after a move of its base the message says which keys bring the two together again."""
+    """Two adapters for one model; an adapter where every parameter is trained; one whose base has moved."""
     other = shutil.copytree(adapter, tmp_path / "other")
     text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
@@ -229,8 +228,7 @@ def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tm
 def test_an_adapter_and_copies_of_its_base(
     make_run: Any, make_tiny_model: Any, tiny_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise.
-    Unsloth's 4-bit copies carry the base's name and an ending, and an adapter fits both."""
+    """Sizes alone do not tell Thinking from Instruct: the adapter loads and the answers are noise."""
     other, copy, renamed, wider = (
         Path(shutil.copytree(tiny_folder, tmp_path / name))
         for name in ("another_model", f"{tiny_folder.name}-unsloth-bnb-4bit", "renamed", tiny_folder.name)

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_path):
-    """papermill's own notebook says `completed` for a cell whose kernel was killed, and a loop over runs that trusts it
-    counts the run as done; a loop that starts again from the first run throws hours away."""
+    """papermill says `completed` for a cell whose kernel was killed; a loop from the first run throws hours away."""
     names = ["small-mode=ok", "small-mode=fail", "small-mode=kernel", "small-mode=child"]
     odd = {"parameters": {"notes": str(tmp_path), "text": "no", "rate": 1e-6, "odd": ["1", True, None, "ü: #{x}"]}}
     file = write_batch(tmp_path, [{"mode": mode} for mode in ("ok", "fail", "kernel", "child")], **odd)
@@ -76,8 +75,7 @@ def test_a_signal_before_the_kernel_is_there_ends_the_batch(tmp_path):
 
 
 def test_a_killed_batch_leaves_no_kernel_and_is_resumed(tmp_path):
-    """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
-    batch that was started next. ipykernel looks whether its parent is still there."""
+    """After SIGKILL nothing is left to end the kernels: ipykernel looks whether its parent is still there."""
     file = write_batch(tmp_path, [{"mode": "ok"}, {"mode": "wait"}])
     with running_batch(file) as batch:
         wait_for((tmp_path / "waits").exists, "the last run waits")

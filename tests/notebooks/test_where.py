@@ -42,8 +42,7 @@ FILES = {
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """The folder in which a user starts everything: a config with its files in task/, a notebook in clone/notebooks/,
-    which looks like a project of its own."""
+    """Where a user starts: a config with its files in task/, and a clone that looks like a project of its own."""
     folder = tmp_path / "started"
     for name in ("task/old", "clone/notebooks", "clone/configs"):
         (folder / name).mkdir(parents=True)

@@ -91,8 +91,7 @@ def check_against(model: Any, found: Any, prompts: list[list[int]] = PROMPTS, te
 
 
 def test_requests_and_their_order(server, make_policy, make_engine, tmp_path):
-    """A completion that was asked for before the adapter was there, or under the last one's name, is sampled from
-    another policy; a sampling option that is left out is taken from the checkpoint's generation config."""
+    """A request before the adapter is there, or under the last one's name, is sampled from another policy."""
     model = make_policy()
     engine = make_engine(model)
     for seed in (1, 2):
@@ -134,8 +133,7 @@ def test_the_seed_of_torch_fixes_the_samples(make_policy, make_engine):
 
 
 def test_greedy_and_rows_and_order(server, make_policy, make_engine):
-    """`rollout.rows` bounds the requests in flight, the longest start first, and answers come back in the prompts'
-    order; greedy completions are those of the engine that samples here."""
+    """`rollout.rows` bounds the requests in flight, the longest start first; answers keep the prompts' order."""
     model = make_policy()
     done: list[tuple[int, int]] = []
     complete = server._complete
@@ -156,8 +154,7 @@ def test_greedy_and_rows_and_order(server, make_policy, make_engine):
 
 @pytest.mark.slow
 def test_budgets_by_the_same_rules(server, make_policy, make_engine):
-    """The thought is one request that stops at `</think>`, the answer a second one behind what was forced; nothing that
-    was forced counts as drawn, and a completion that ended inside its thinking is left alone."""
+    """The thought is one request that stops at `</think>`, the answer a second one behind what was forced."""
     model, limits = make_policy(), BUDGET
     prompts = [prompt for prompt in PROMPTS for _ in range(5)]
     torch.manual_seed(1)
@@ -190,8 +187,7 @@ def test_budgets_by_the_same_rules(server, make_policy, make_engine):
 
 @pytest.mark.slow
 def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_engine):
-    """vLLM says by default how likely a token was before the temperature, and the correction would weigh every step by
-    that gap. At temperature 1 both are one; elsewhere the server is asked, and refused."""
+    """vLLM's default is from before the temperature: the correction would weigh every step by that gap."""
     model = make_policy()
     with pytest.raises(RolloutServerError, match=r"temperature is 0\.7.*--logprobs-mode processed_logprobs"):
         make_engine(model, temperature=0.7).sample(PROMPTS, Limits(4))
@@ -205,8 +201,7 @@ def test_the_temperature_is_in_the_log_probabilities(server, make_policy, make_e
 
 
 def test_accepted_filters_reach_the_server(server, make_policy, make_engine):
-    """`accept_truncated_sampling` was refused with a server. Log-probabilities of the whole distribution would hide the
-    gap that is to be corrected: a server that gives those is refused at temperature 1 as well."""
+    """Log-probabilities of the whole distribution would hide the gap: such a server is refused at 1 as well."""
     model, filters = make_policy(), FILTERS["all"]
     with pytest.raises(
         RolloutServerError, match=r"temperature is 1\.0 with the filters .*--logprobs-mode processed_logp"
@@ -266,8 +261,7 @@ def test_a_server_that_is_not_there(server, make_policy, make_engine, tmp_path):
 
 
 def test_two_runs_in_one_folder_leave_each_other_alone(server, make_policy, make_engine, tmp_path):
-    """Two runs of a batch are both named "run" and share `rollout.server_adapters`: the second deleted the first one's
-    live adapter, folder and all, and had the server drop it."""
+    """Two runs of a batch share `rollout.server_adapters`: the second deleted the first one's live adapter."""
     server.max_loras = 4
     first, second = make_engine(make_policy()), make_engine(make_policy())
     first.sample(PROMPTS, Limits(2))
@@ -293,8 +287,7 @@ def test_what_it_serves_is_compared(server, make_policy, make_engine):
 
 
 def test_an_error_waits_for_the_requests_in_flight(server, make_policy, make_engine):
-    """vLLM's engine dies when it needs the adapter of a request in flight that was replaced meanwhile; what has not
-    begun is not asked for."""
+    """vLLM's engine dies when a request in flight needs an adapter that was replaced meanwhile."""
     answered = []
     complete = server.complete
 
@@ -383,8 +376,7 @@ def test_the_reference_stays_at_home(make_trainer, server, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_one_adapter(launch, tiny_folder, tmp_path):
-    """One process loads the adapter and both ask for it; where weights are sharded its file has to hold whole
-    matrices. Each process sends its own half, with its own seeds; the gap is none in either step."""
+    """One process loads the adapter, in whole matrices, and each sends its own half with its own seeds."""
     stand_in = StandIn(lambda: AutoModelForCausalLM.from_pretrained(tiny_folder), name=str(tiny_folder))
     options = {
         "rollout_engine": "server", "rollout_server_url": stand_in.url, "beta": 0.0, "sampler_correction": "token",

@@ -49,8 +49,7 @@ def drawing(completion_ids, **_):
 
 
 def falling(limit, best=2):
-    """A reward of training that rises; evaluations, which see the state of step `limit`, earn 1 .. `best`, and from
-    then on less than 0."""
+    """A reward of training that rises; evaluations earn 1 .. `best` up to step `limit`, and then less than 0."""
     calls = []
 
     def reward(completion_ids, trainer_state, **_):
@@ -63,8 +62,7 @@ def falling(limit, best=2):
 
 
 def test_an_evaluation_changes_nothing_of_the_training(start):
-    """Evaluations that drew from training's random numbers made every run with them another run: nothing could be
-    compared with the runs of before. Rewards may draw too, from Python's numbers and numpy's."""
+    """Evaluations that drew from training's random numbers made every run with them another run."""
     results = []
     for name, every in (("with", 1), ("without", 0)):
         random.seed(0)
@@ -126,8 +124,7 @@ def test_a_full_model_gets_its_best_weights_back(start):
 
 @pytest.mark.slow
 def test_a_run_is_stopped_early_and_its_adapter_is_the_best(start, capsys):
-    """A run that got worse for half a night was saved as it was at the end. adapter/ holds the best evaluation's
-    weights, the policy in memory has them, and the words and files say so."""
+    """A run that got worse for half a night was saved as it was at the end; adapter/ holds the best weights."""
     words = (*EVERY_TWO, "eval.patience=2", "eval.measure=reward", "rloo.max_steps=12")
     result = start(*words, rewards=[falling(12)])
     folder = result.folder
@@ -164,8 +161,7 @@ def stopping_at(step):
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_best_of_one_that_was_never_cut(start):
-    """The best so far, the patience used up and the evaluations come back; the Ctrl-C in the step before an evaluation
-    puts that off, and the resume makes up for it."""
+    """The best so far, the used-up patience and an evaluation that Ctrl-C put off come back."""
     words = (*EVERY_TWO, *LEARNS, "eval.patience=9", "rloo.max_steps=4")
     whole = start(*words, "run.name=whole", rewards=[low_ids])
     for step in (1, 2):
@@ -194,8 +190,7 @@ def test_best_weights_that_are_gone_are_said(start, capsys):
 
 @pytest.mark.slow
 def test_a_resume_forgets_what_came_after_its_checkpoint(start):
-    """A best evaluation of step 6 stood in the files of a run that had gone back to step 2, and won for good. And
-    best/ is put in place after its checkpoint is whole: a kill in between left the best before it there."""
+    """A best evaluation of step 6 stood in a run that had gone back to step 2, and won for good."""
     words = (*EVERY_TWO, *LEARNS, "rloo.save_steps=2", "rloo.save_total_limit=null")
     first = start(*words, rewards=[low_ids])
     before, adapter = found_by(first.folder), weights(first.folder / "adapter")
@@ -241,8 +236,7 @@ def test_a_finished_run_keeps_its_best_weights_whatever_else_is_measured(start):
 
 @pytest.mark.slow
 def test_the_best_so_far_is_measured_again_when_the_settings_change(start, capsys):
-    """Values measured with other settings cannot be compared, and without the best of before, the next one replaced
-    it, however bad. The training that follows is that of a run without evaluations."""
+    """Values measured with other settings cannot be compared; training goes on as without evaluations."""
     words = (*EVERY_TWO, "eval.measure=reward", "rloo.beta=0.5", "rloo.save_steps=2")
     folder = start(*words, rewards=[falling(6)]).folder
     best = weights(folder / "best")

@@ -44,8 +44,7 @@ def assert_same_weights(one, other):
 
 
 def test_the_model_decodes_by_itself_after_training(write_config):
-    """Left in training mode, a model with checkpointing throws its cache away at each token and `generate` goes on from
-    the last one alone: fluent nonsense, and one warning among many."""
+    """Left in training mode, a model with checkpointing decodes without its cache: fluent nonsense."""
     config = load_config(write_config(), "model.gradient_checkpointing=true", "rloo.max_steps=1")
     policy = load_policy(config)
     with torch.no_grad():
@@ -167,8 +166,7 @@ def test_a_step_is_saved_once(start, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
-    """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
-    "checked"."""
+    """A finished run was continued and killed: `ask` and `export` read the adapter of before."""
     folder = start("rloo.max_steps=2").folder
     assert trained_run(folder).model.adapter == str(folder / "adapter")
 
@@ -194,8 +192,7 @@ def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tm
 
 @pytest.mark.slow
 def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
-    """Three runs of one notebook cell reported 26 -> 48 %, -> 86 % and -> 93 %: each deleted the run before it, with
-    the checkpoint that Ctrl-C had just offered, and trained its weights further."""
+    """Each run of one cell deleted the run before it, and trained its weights further: 26 -> 48 -> 86 -> 93 %."""
     sent = []
 
     def interrupting(completion_ids, trainer_state, **_):
@@ -235,8 +232,7 @@ def test_the_machine_and_the_dtype_choose_the_precision(monkeypatch):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
-    """The current step may take minutes; a second signal exits with the state of the last whole step. A refused resume
-    made the run "failed", and what its adapter/ holds was forgotten."""
+    """A second signal exits with the state of the last whole step; a refused resume keeps what adapter/ holds."""
 
     def insisting(completion_ids, trainer_state, **_):
         if trainer_state.global_step == 1:
@@ -279,8 +275,7 @@ def test_a_run_whose_server_dies_is_saved(start, tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
-    """A run whose rollouts were not kept cannot be explained afterwards, nor by a metric without an explanation. The
-    code that ends the kernel checks the open runs and their saves: a save that it misses is cut in the middle."""
+    """A run whose rollouts were not kept cannot be explained; saves are registered for what ends the kernel."""
     seen = []
 
     def watching(completion_ids, **_):
@@ -321,8 +316,7 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_trains_on_drops_its_last_results(start):
-    """Two steps were evaluated, two more trained: the report showed the first two's accuracy. `seconds` began at 0 with
-    every resume, so a run of three nights seemed to have taken one."""
+    """The report showed the accuracy of two steps after four; `seconds` began at 0 with every resume."""
     first = start("rloo.max_steps=1")
     folder = first.folder
     (folder / "after.json").write_text("{}")
@@ -336,9 +330,7 @@ def test_a_run_that_trains_on_drops_its_last_results(start):
 
 @pytest.mark.slow
 def test_a_resume_refuses_inputs_that_have_changed(write_config, tmp_path, tiny_folder, make_tiny_model, monkeypatch):
-    """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
-    the verdict compared two different things. Paths were compared, not contents: after a move, or from the config in
-    its folder, a run was refused."""
+    """A reward, answers, rows or the base were edited and the run went on; contents are compared, not paths."""
     project = tmp_path / "project"
     shutil.copytree(tiny_folder, project / "base")
     text = write_config().read_text().replace(str(tiny_folder), "base").replace("length_reward", "'own.py:score'")

@@ -63,9 +63,7 @@ def keep_nothing(_args: Any, _model: Any) -> Iterator[list[Any]]:
 def test_the_constructor_of_the_trainer(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `bf16` it also set `bf16_full_eval`: the next evaluation cast the model, its float32 adapter included, to
-    bf16 in place. And it turns `use_vllm` on for a model that carries vLLM; TRL's code then samples, and hands merged
-    weights over. Without the kit's guard both have to show."""
+    """It set `bf16_full_eval`, which casts the float32 adapter in place, and turned `use_vllm` on, which merges."""
     from rloo_kit import RLOOConfig
     from rloo_kit.models import unsloth as backend
 
@@ -91,8 +89,7 @@ def test_the_constructor_of_the_trainer(
 
 
 def test_a_model_that_is_not_what_was_asked_for(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a GPU without bfloat16 Unsloth loads float16, and what cannot be quantised it loads plain; both in a banner
-    that is not read."""
+    """Without bfloat16 Unsloth loads float16, and what it cannot quantise plain; both in a banner that is not read."""
     load()
     assert "differently than requested" not in capsys.readouterr().out
     load("model.dtype=bfloat16", "model.load_in_4bit=true")

@@ -10,8 +10,7 @@ from tests.with_unsloth.conftest import move_adapter
 
 
 def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Unsloth's own merge takes the 16-bit weights that a 4-bit base was made from, which the adapter was not trained
-    on, and fetches them. The kit merges what lies in the model, whatever loaded it."""
+    """Unsloth's merge takes 16-bit weights that the adapter was not trained on; the kit merges what is in the model."""
     import rloo_kit as kit
     from rloo_kit.export import export as exporting
 

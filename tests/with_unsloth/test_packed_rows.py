@@ -92,8 +92,7 @@ def test_shared_prompts_score_as_single_sequences(policy: Any, groups: Any) -> N
 
 
 def test_the_check_runs_through_the_checkpoints(policy: Any) -> None:
-    """After an evaluation, as every run has one before it trains: each layer once forward and once again in the
-    backward pass. Without a GPU shared prompts have none: the next layout is taken, and the reason is there."""
+    """Each layer once forward and once in the backward pass; without a GPU the next layout is taken."""
     import torch
 
     from rloo_kit.gradient.scorer import Scorer
