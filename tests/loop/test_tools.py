@@ -102,12 +102,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["shared", "repeated", "padded"])
-@pytest.mark.parametrize("case", CASES)
+SINGLE = ("one sequence at a time", "small passes")  # no prompt is shared there
+LAYOUTS = [(case, layout) for case in CASES for layout in ("shared", "repeated", "padded")[case in SINGLE :]]
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
 def test_an_episode_is_its_single_sequence_with_a_mask(case, layout, make_tiny_model, tiny_tokenizer, tmp_path):
     """Episodes that are tokenized again train on ids that were never sampled, and on the tools' results."""
-    if layout != "padded" and case in ("one sequence at a time", "small passes"):
-        layout = "repeated"
     trainer = make(with_adapter(make_tiny_model()), tiny_tokenizer, tmp_path, **CASES[case])
     trainer.rloo.scorer.scorer.layouts = (layout,)
     trainer.rloo.scorer.scorer.layout = layout
