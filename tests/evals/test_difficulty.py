@@ -146,13 +146,6 @@ def test_too_few_prompts_are_refused_with_the_numbers(policy, folder, sampled):
         select_prompts(run, policy, make_dataset(["7"] * 7), folder)
 
 
-def test_without_answers_nothing_can_be_measured(policy, folder):
-    """Every prompt of a dataset without answers would count as never solved."""
-    dataset = make_dataset(["7"] * 3).remove_columns("answer")
-    with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
-        select_prompts(make_run(), policy, dataset, folder)
-
-
 @pytest.mark.slow
 def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     """Through `train`: skipped prompts are never sampled in training, and a resume continues with the same prompts."""
@@ -209,3 +202,5 @@ def test_without_a_reward_that_compares_answers_there_is_no_pass_rate(policy: An
     assert measure_signal(run, policy, SimpleNamespace(train=train), 3) is None
     with pytest.raises(ConfigError, match="rollout.difficulty_samples=0"):
         select_prompts(run, policy, train, folder)
+    with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
+        select_prompts(make_run(), policy, train.remove_columns("answer"), folder)

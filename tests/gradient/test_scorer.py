@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from rloo_kit.errors import BackendError
 from rloo_kit.gradient import packing
 from rloo_kit.gradient import scorer as scorer_module
 from rloo_kit.gradient.packing import Group
@@ -222,9 +221,3 @@ def test_the_check_leaves_no_trace(make_adapter):
     assert [module.training for module in policy.modules()] == modes
     assert all(value.grad is None for value in policy.parameters())
     assert policy.base_model.model.model.layers[1].gradient_checkpointing
-
-
-def test_an_adapter_on_the_head_is_refused(make_adapter):
-    """PEFT shows the head's own matrix as its weight, so the adapter's part would be left out of every score."""
-    with pytest.raises(BackendError, match="lm_head"):
-        Scorer(make_adapter(target_modules=["q_proj", "lm_head"]), 1.0, pad_id=256)

@@ -299,12 +299,8 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
 
 
 def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unsloth replaces the given share by its own as soon as vLLM is set to sleep, and unless its variable is 0 it
-    merges the adapter of a 16-bit model, which stopped the kit at its first rollout.
-
-    Imported too early, vLLM kept its pool while the model was trained, and memory ran out an hour later. A second model
-    is refused: vLLM's process groups are global to the process, and its weights are the first model's.
-    """
+    """Unsloth takes a share of its own once vLLM may sleep, and merges adapters unless its variable is 0; imported too
+    early vLLM never sleeps, and a second one would share the first one's process groups."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")

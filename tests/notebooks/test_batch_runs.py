@@ -48,30 +48,22 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert (folder / names[1] / "log.txt").read_text().count("=== started ") == 2, "the first attempt's log is kept"
 
 
-def test_a_closed_terminal_ends_the_batch_and_everything_it_started(tmp_path):
-    """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
+@pytest.mark.parametrize("early", [True, False], ids=["before the kernel is there", "a closed terminal"])
+def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, early):
+    """A kernel has its own session: it went on after Ctrl-C, or after one in the second in which it starts."""
     file = write_batch(tmp_path, [{"mode": "sleep"}, {"mode": "ok"}])
     with running_batch(file) as batch:
-        wait_for((tmp_path / "asleep").exists, "the first run sleeps")
-        assert len(processes_of(tmp_path)) == 2, "the kernel, the kernel's child"
-        os.kill(batch.pid, signal.SIGHUP)
-        printed, _ = batch.communicate(timeout=30)
-    assert batch.returncode == 130, printed
-    assert processes_of(tmp_path) == []
-    assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
-    assert read_status(tmp_path, "small-mode=ok") == {}
-
-
-def test_a_signal_before_the_kernel_is_there_ends_the_batch(tmp_path):
-    """A Ctrl-C in the second in which a kernel starts would be forgotten, and the run go on for hours."""
-    file = write_batch(tmp_path, [{"mode": "sleep"}])
-    with running_batch(file) as batch:
-        wait_for(lambda: read_status(tmp_path, "small-mode=sleep").get("state") == "running", "the run begins")
-        os.kill(batch.pid, signal.SIGTERM)
+        if early:
+            wait_for(lambda: read_status(tmp_path, "small-mode=sleep").get("state") == "running", "the run begins")
+        else:
+            wait_for((tmp_path / "asleep").exists, "the first run sleeps")
+            assert len(processes_of(tmp_path)) == 2, "the kernel, the kernel's child"
+        os.kill(batch.pid, signal.SIGTERM if early else signal.SIGHUP)
         printed, _ = batch.communicate(timeout=30)
     assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
-    assert "1 interrupted; to go on: rloo-kit batch" in printed and "--resume" in printed
+    assert "1 interrupted" in printed and "to go on: rloo-kit batch" in printed and "--resume" in printed
     assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
+    assert read_status(tmp_path, "small-mode=ok") == {}
 
 
 def test_a_killed_batch_leaves_no_kernel_and_is_resumed(tmp_path):

@@ -97,9 +97,8 @@ def check_folder(folder: Path, steps: int) -> None:
     + [pytest.param(f"qwen3_{kind}_rloo", marks=pytest.mark.long) for kind in ("thinking", "instruct")],
 )
 def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path: Path) -> None:
-    """Started elsewhere, python-dotenv finds nothing, relative paths lead nowhere and the run lands in the wrong
-    folder. A kernel that is shut down under papermill makes it end with code 138. `overwrite` is True in the small
-    notebooks: with `resume` it was refused, or deleted what was to go on."""
+    """Started elsewhere, paths led nowhere; a kernel that was shut down ended papermill with code 138; and `resume`
+    was refused where `overwrite` is True."""
     output, folder = tmp_path / "executed.ipynb", tmp_path / "runs"
     parameters = SMALL | {"output_dir": folder, "run_name": "small", "overrides": OVERRIDES} | EMBEDDED.get(name, {})
     done = papermill(start, name, output, **parameters)

@@ -63,10 +63,7 @@ def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
     assert found == {key: str(folder / "task" / name) for key, name in names.items()}
 
 
-@pytest.mark.parametrize(
-    "runner",
-    ["script", *(pytest.param(one, marks=pytest.mark.slow) for one in ("papermill", "jupyter nbconvert --execute"))],
-)
+@pytest.mark.parametrize("runner", ["script", pytest.param("jupyter nbconvert --execute", marks=pytest.mark.slow)])
 def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
     """papermill in a bare folder wrote the run into the clone of the kit, and nbconvert next to the notebook."""
     command = [str(word).replace("IN.", "clone/notebooks/x.") for word in COMMANDS[runner]]

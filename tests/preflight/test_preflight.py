@@ -79,9 +79,8 @@ def test_hours_read_like_hours():
 
 
 def test_the_published_recipe_is_refused_with_its_reason(prepare):
-    """128 tokens and -1 for a missing </think> give every completion the same reward, and such a run used up hours of a
-    GPU without a warning. The embedded model thinks in 20 tokens, so a limit of 8 stands for 128. The value that the
-    message recommends is then tried."""
+    """128 tokens and -1 for a missing </think> used up hours of a GPU; the embedded model thinks in 20, so 8 stand for
+    128. The value that the message recommends is then tried."""
     words = ["rloo.max_completion_length=8", "rloo.temperature=0.1", "rewards=[{name: thinking_reward}]"]
     run, policy, data, rewards = prepare(DEMO, *words)
     made_to_think(data)

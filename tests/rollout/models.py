@@ -105,6 +105,23 @@ def check_logps(
         assert logps == pytest.approx(exact, abs=tolerance, nan_ok=True)
 
 
+def budget_kinds(found: Any, limits: Limits) -> set[str]:
+    """How the completions' thinking ended; what was forced closes it at the budget, and answers keep theirs."""
+    kinds, budget, answer = set(), limits.thinking_budget, limits.answer_budget
+    assert budget is not None and answer is not None
+    for ids, spans in zip(found.completion_ids, found.forced, strict=True):
+        if spans:
+            end = budget + len(limits.close_ids)
+            assert spans == [(budget, end)] and tuple(ids[budget:end]) == limits.close_ids
+        elif THINK_END in ids:
+            end = ids.index(THINK_END) + 1
+        else:
+            end = len(ids)
+        assert len(ids) - end <= answer
+        kinds.add("forced" if spans else "closed" if THINK_END in ids else "ended")
+    return kinds
+
+
 def run_out_above(
     model: Any, rows: int, seen: list[int], patch: pytest.MonkeyPatch, on_cpu: bool = False, after: int = 3
 ) -> None:

@@ -2,7 +2,6 @@
 on the same ones, which is what a graph is. Whatever Python computes between two tokens, a replay does not see."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -28,6 +27,7 @@ from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.graphs import TokenSteps
 from rloo_kit.rollout.native import make_decoder
 from rloo_kit.rollout.types import CompletionState, Limits
+from tests.episodes import Echo
 from tests.rollout.models import (
     BUDGET,
     FILTERS,
@@ -201,25 +201,11 @@ def test_a_rollout_from_graphs_is_the_rollout_without(make_model, replayed, monk
                 check_kept(model, PROMPTS * 2, replay, FILTERS["all"], 1.0)
 
 
-class Tool:
-    """Answers each of the first two turns with two ids."""
-
-    def ask(self, number: int, turn: list[int], turns: int) -> Any:
-        if turns >= 2:
-            return None
-        reply: Future[Any] = Future()
-        reply.set_result([20 + number, 30])
-        return reply
-
-    def read(self, number: int, reply: Any, room: int) -> list[int]:
-        return reply.result() if len(reply.result()) < room else []
-
-
 def test_turns_with_tools_from_graphs(make_model, replayed):
     """A row that comes back is filled again while the graphs of other rows go on."""
     model, limits = leaning(make_model("nf4, float32"), turn=6.0), Limits(24, 5, 4, (THINK_END,), THINK_END)
     torch.manual_seed(0)
-    found = in_graphs(engine_for(model, rows=3)).sample(PROMPTS, limits, dialogue=Tool())
+    found = in_graphs(engine_for(model, rows=3)).sample(PROMPTS, limits, dialogue=Echo())
     assert sum(len(spans) == 2 for spans in found.context) > 2
     check_logps(model, PROMPTS, found, tolerance=1e-5)
 

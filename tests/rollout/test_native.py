@@ -24,6 +24,7 @@ from tests.rollout.models import (
     PROMPTS,
     TURN_END,
     adapted,
+    budget_kinds,
     check_kept,
     check_logps,
     engine_for,
@@ -161,17 +162,8 @@ def test_a_budget_in_both_engines(make_model, name):
     torch.manual_seed(1)
     prompts, limits = [prompt for prompt in PROMPTS for _ in range(4)], BUDGET
     found = engine_for(model, name, rows=7).sample(prompts, limits)
-    kinds = set()
     check_logps(model, prompts, found)
-    for ids, spans in zip(found.completion_ids, found.forced, strict=True):
-        if spans:
-            (span,) = spans
-            kinds.add("forced")
-            assert span == (6, 6 + len(limits.close_ids)) and tuple(ids[slice(*span)]) == limits.close_ids
-            assert len(ids) - span[1] <= 4
-        else:
-            kinds.add("closed" if 260 in ids else "ended")
-    assert kinds == {"forced", "closed", "ended"}
+    assert budget_kinds(found, limits) == {"forced", "closed", "ended"}
 
 
 @pytest.mark.parametrize(("name", "on_cpu"), [("native", False), ("native", True), ("generate", False)])
@@ -294,3 +286,5 @@ def test_the_choice_is_explained(make_model, make_tiny_model):
     assert resolve_engine("auto", "transformers", prompted) == ("generate", "its adapter adds virtual tokens")
     with pytest.raises(BackendError, match="vLLM is not installed: .*constraints-vllm.*rollout.engine=auto"):
         engine_for(model, "vllm")
+    with pytest.raises(BackendError, match="rollout.engine is server, but no server was named.*rollout.server_url"):
+        engine_for(model, "server")
