@@ -212,10 +212,8 @@ def test_the_run_is_measured_under_its_own_budget(make_run, make_policy):
     assert "closed by the budget of 2" in str(measured) and without.forced_share is None
 
 
-def test_what_cannot_be_evaluated_is_refused(make_run, make_policy):
-    """Budgets after a tag that a model has never seen, or beyond its positions; a mean over no prompt."""
-    with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
-        evaluate(make_run(), make_policy(), make_dataset().select([]))
+def test_budgets_need_a_model_that_thinks(make_run, make_policy):
+    """Budgets for an instruct model would measure answers after a tag that it has never seen."""
     with pytest.raises(ConfigError, match=r"thinking_budgets is \[4\], but this model does not think"):
         evaluate(make_run(thinking_budgets=[4]), make_policy("instruct"), make_dataset())
     with pytest.raises(ConfigError, match=r"eval.thinking_budgets or data.max_prompt_length"):
@@ -234,6 +232,12 @@ def test_more_samples_are_kept_for_the_report(make_run, make_policy, monkeypatch
     monkeypatch.setattr("rloo_kit.evals.evaluate.SAMPLE_CHARS", len(whole.more_samples[0]["prompt"]) + 200)
     few = evaluate(make_run(greedy=False), make_policy(), dataset)
     assert 1 <= len(few.more_samples) < NUM_PROMPTS - 2
+
+
+def test_nothing_to_evaluate_on(make_run, make_policy):
+    """Without held-out prompts, the mean was a division by zero."""
+    with pytest.raises(DataError, match="no held-out prompts to evaluate on; set data.test_size above 0"):
+        evaluate(make_run(), make_policy(), make_dataset().select([]))
 
 
 REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward", "weight": 2.0}]
