@@ -12,7 +12,7 @@ from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.tasks import gym
-from rloo_kit.tasks.gym import GYM_COLUMN, make_dataset, read_gym
+from rloo_kit.tasks.gym import GYM_COLUMN, read_gym
 from tests.data.conftest import InPlace, jsonl, plain
 
 SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
@@ -107,24 +107,13 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"min_trms": 2}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
-        ({"min_terms": 9}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
-        ({"seed": 3}, r"^data\.options\.seed: remove it"),
-    ],
-)
-def test_options_that_a_task_does_not_have(options, words):
-    """The library answers with an assert, or a TypeError."""
-    with pytest.raises(DataError, match=words):
-        make_dataset("chain_sum", options, seed=0, size=5)
-
-
-@pytest.mark.parametrize(
     ("data", "words"),
     [
         ({"source": "reasoning_gym/chain_sun"}, r"^data\.source: .*no task 'chain_sun'; the nearest: chain_sum"),
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
+        ({"options": {"min_trms": 2}}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
+        ({"options": {"min_terms": 9}}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
+        ({"options": {"seed": 3}}, r"^data\.options\.seed: remove it"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
         (

@@ -72,12 +72,6 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
     assert len(load_data(run, tiny_tokenizer).train) == 1
 
 
-def test_another_ending_is_refused(make_run, write, tiny_tokenizer):
-    """A mistyped path was taken for a hub id, and the error spoke of the network."""
-    with pytest.raises(DataError, match=r"has the ending '\.txt'; supported are \.jsonl, \.csv, \.parquet"):
-        load_data(make_run(write("rows.txt", "hi\n")), tiny_tokenizer)
-
-
 BAD_JSONL = [
     ("", "has no rows"),
     (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
@@ -113,25 +107,25 @@ def test_bad_rows_are_named_by_file_and_line(make_run, write, tiny_tokenizer, en
     assert str(path) in str(caught.value) and text in str(caught.value)
 
 
-def test_bad_parquet(make_run, write, tmp_path, tiny_tokenizer):
-    """A Parquet file that is a failed download (an HTML page, or nothing) must be named."""
-    with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file that can be read"):
-        load_data(make_run(write("rows.parquet", "<html>")), tiny_tokenizer)
-    path = tmp_path / "nulls.parquet"
-    datasets.Dataset.from_dict({"prompt": ["a", None]}).to_parquet(path)
-    with pytest.raises(DataError, match=r"nulls.parquet, row 2: the prompt is of type NoneType"):
-        load_data(make_run(path), tiny_tokenizer)
-
-
 def test_files_that_cannot_be_read(make_run, tmp_path, tiny_tokenizer):
-    """A spreadsheet saves Latin-1; reading /proc/self/mem fails for root too, as a broken disk does."""
+    """A spreadsheet's Latin-1, a broken disk, another ending, a failed download, a folder of `save_to_disk`."""
     path = tmp_path / "rows.csv"
     path.write_bytes(b"prompt\n" + b"coffee\n" * 9_000 + "café\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"rows.csv, line 9002: not UTF-8 text \(.*\). Save the file as UTF-8."):
         load_data(make_run(path), tiny_tokenizer)
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
-    with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
-        load_data(make_run(tmp_path / "rows.jsonl"), tiny_tokenizer)
+    (tmp_path / "rows.txt").write_text("hi")
+    (tmp_path / "rows.parquet").write_text("<html>")
+    datasets.Dataset.from_dict({"prompt": ["a", None]}).to_parquet(tmp_path / "nulls.parquet")
+    for name, message in (
+        ("rows.jsonl", "cannot be read: Input/output error"),
+        ("rows.txt", r"has the ending '\.txt'; supported are \.jsonl, \.csv, \.parquet"),
+        ("rows.parquet", "is not a Parquet file that can be read"),
+        ("nulls.parquet", "row 2: the prompt is of type NoneType"),
+        (".", r"is a folder; name a file in it \(\.jsonl, \.csv, \.parquet\).*save_to_disk"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_data(make_run(tmp_path / name), tiny_tokenizer)
 
 
 def test_bad_rows_in_python(make_run, tiny_tokenizer):
@@ -241,6 +235,8 @@ def test_split_sizes(make_run, tiny_tokenizer, size, held_out):
     train, test = prompts_of(load_data(make_run(test_size=size), tiny_tokenizer, rows=ROWS))
     assert (len(train), len(test)) == (20 - held_out, held_out)
     assert not set(train) & set(test) and len({*train, *test}) == 20
+    with pytest.raises(DataError, match="different prompts, and data.test_size=20 .* none is left.* data.test_source"):
+        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
 
 
 def test_split_with_repeated_prompts(make_run, tiny_tokenizer):
@@ -295,12 +291,6 @@ def test_the_split_is_always_the_same(make_run, tiny_tokenizer):
     assert sorted(first.test["answer"][:], key=int) == ["14", "16", "18", "19", "20"]
     train = first.train["prompt"][:]
     assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]
-
-
-def test_nothing_left_to_train_on(make_run, tiny_tokenizer):
-    """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it."""
-    with pytest.raises(DataError, match="different prompts, and data.test_size=20 .* none is left.* data.test_source"):
-        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
 
 
 def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write, tiny_tokenizer):

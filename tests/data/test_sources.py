@@ -12,12 +12,6 @@ from tests.data.conftest import BOTH, jsonl, plain
 SUMS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
 
-def test_folders_that_are_none(make_run, tmp_path, tiny_tokenizer):
-    """`save_to_disk` is how people keep what they made with `datasets`: the error has the way to a file."""
-    with pytest.raises(DataError, match=r"is a folder; name a file in it \(\.jsonl, \.csv, \.parquet\).*save_to_disk"):
-        load_data(make_run(tmp_path), tiny_tokenizer)
-
-
 def test_a_test_file(make_run, write, tiny_tokenizer, capsys):
     """A hand-made test set shared prompts with training; data.test_size's default must not halve a chosen one."""
     train = write("train.jsonl", jsonl(*SUMS))
