@@ -66,7 +66,6 @@ NO_GPU = ("No GPU", "4.02B parameters", "rloo-kit plan", "configs/arithmetic_thi
 RM = ("rewards=[{name: reward_model, params: {model: rm}}]",)
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
-    Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
     Faulty("a misspelt file", ("data.source=mine.cvs",), ("data.source", "mine.cvs")),
     Faulty("a misspelt prompt column", ("data.prompt_column=promt",), ("data.prompt_column", "prompt, answer")),
     Faulty("a row without its answer", (), ("mine.csv, line 3", "data.answer_column"),

@@ -1,7 +1,4 @@
-"""The order of the packages: imports only go down, and a light package never loads a heavy library.
-
-Read from the sources, so that a rare path counts as much as a common one.
-"""
+"""The order of the packages, read from the sources: imports only go down, and light packages load nothing heavy."""
 
 import ast
 import re

@@ -399,12 +399,8 @@ def test_a_column_without_one_answer_is_no_column_of_answers(make_run, tiny_toke
     with pytest.raises(DataError, match=r"no row has an answer.*data\.answer_column"):
         load_data(make_run(reward=BOTH), tiny_tokenizer, rows=rows)
     assert load_data(make_run(), tiny_tokenizer, rows=rows).train["answer"][:] == [None, None]
-
-
-def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
-    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
     run = make_run(reward=BOTH)
-    run.rewards[1].weight = 0.0
+    run.rewards[1].weight = 0.0  # only a metric: rows without an answer would earn nothing at all
     with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):
         load_data(run, tiny_tokenizer, rows=[{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}])
 

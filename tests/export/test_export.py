@@ -1,7 +1,4 @@
-"""Whole exports: made, loaded by the programs that they are for, certified, published or refused.
-
-`tests/with_vllm/test_export.py` has the target vllm in real vLLM.
-"""
+"""Whole exports: loaded by the programs that they are for, certified, published or refused; vLLM: `with_vllm/`."""
 
 import json
 import os

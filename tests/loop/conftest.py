@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
+from safetensors.torch import load_file
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
@@ -86,6 +87,18 @@ def with_adapter(model):
 def lines(folder, name):
     """The rows of a JSONL file."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def weights(folder):
+    """The weights that a run or a checkpoint has saved."""
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys() and one
+    for name, tensor in one.items():
+        assert tensor.equal(other[name]), name
 
 
 def status(folder):

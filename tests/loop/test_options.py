@@ -34,6 +34,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a seed of each request": ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "Set seed=1 instead"),
     "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
     "a server": ({"rollout_engine": "server"}, "^rollout_engine is server, but rollout_server_url is null"),
+    "a password": (
+        {"rollout_engine": "server", "rollout_server_url": "http://me:pass-word@h"}, "^(?!.*pass-word).*VLLM_API_KEY"),
     "a word": ({"rollout_engine": "sglang"}, "^rollout_engine: is 'sglang'; input should be 'auto', 'native', 'gen"),
     "a bound": ({"missing_eos_penalty": -1.0}, "^missing_eos_penalty: is -1.0; input should be greater than 0"),
     "a group": ({"num_generations": 3}, "groups of 3 .num_generations"),

@@ -1,7 +1,4 @@
-"""TRL code of today and the published recipe of yesterday: rewards, evaluation, models, adapters, and what is refused.
-
-The same steps and runs as TRL's: `test_equality_with_stock.py`.
-"""
+"""TRL code of today and the published recipe: rewards, evaluation, models, adapters, and what is refused."""
 
 import copy
 import inspect
@@ -288,17 +285,16 @@ ADAPTERS = {
     "some tokens, not at zero": (lora(trainable_token_indices=[10, 16], **MOVED), True),
     "pissa": (lora(init_lora_weights="pissa"), False),
     "pissa, wrapped": (lora(init_lora_weights="pissa"), True),
-}
-MORE_ADAPTERS = {
     "embeddings saved": (lora(modules_to_save=["embed_tokens"]), False),
     "olora": (lora(init_lora_weights="olora"), True),
 }
+SLOW = ("embeddings saved", "olora")
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_ADAPTERS)])
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in ADAPTERS])
 def test_adapters(kind, trl_train, make_tiny_model):
     """All that PEFT declares as trained moves, the base not at all, and the KL is measured against the start."""
-    model, (config, is_wrapped) = make_tiny_model(tie_word_embeddings=False), (ADAPTERS | MORE_ADAPTERS)[kind]
+    model, (config, is_wrapped) = make_tiny_model(tie_word_embeddings=False), ADAPTERS[kind]
     base, config = copy.deepcopy(model.state_dict()), copy.deepcopy(config)
     arguments = {"model": peft.get_peft_model(model, config)} if is_wrapped else {"model": model, "peft_config": config}
     ids, started = torch.arange(60, 80), []

@@ -1,7 +1,4 @@
-"""One rule of where outputs land and files are looked up: the real command, papermill, nbconvert and JupyterLab.
-
-No model is loaded: the notebook says where its run would be, and which files it would read.
-"""
+"""One rule of where outputs land and files are looked up, in every runner; no model is loaded."""
 
 import json
 from pathlib import Path

@@ -17,20 +17,10 @@ from rloo_kit.results.verdict import load_result
 from rloo_kit.rewards import AnswerReward
 from rloo_kit.runs.rollouts import read_rollouts
 from tests.clocks import CLOCKS
-from tests.loop.conftest import by_ids, lines, status
+from tests.loop.conftest import assert_same, by_ids, lines, status, weights
 
 LEARNS = ("rloo.learning_rate=0.2", "eval.num_samples=4", "eval.measure=reward")  # each evaluation is the best so far
 EVERY_TWO = ("data.test_size=6", "eval.every_steps=2", "eval.every_prompts=4", "rloo.max_steps=6")
-
-
-def weights(folder):
-    return load_file(folder / "adapter_model.safetensors")
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys() and one
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 def found_by(folder):

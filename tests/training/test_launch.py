@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rloo_kit.runs.rollouts import read_rollouts
+from tests.loop.conftest import assert_same, weights
 
 pytestmark = pytest.mark.slow
 
@@ -118,14 +119,8 @@ def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def adapter_of(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
 def assert_same_adapter(one, other, atol=0.0):
-    first, second = adapter_of(one), adapter_of(other)
+    first, second = weights(one / "adapter"), weights(other / "adapter")
     assert first.keys() == second.keys() and first
     for name, tensor in first.items():
         assert (tensor - second[name]).abs().max().item() <= atol, name
@@ -303,8 +298,6 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, shards):
 
 def test_processes_keep_the_best_weights_together(config, copies, shards):
     """Each process decided by its own prompts, and one stopped alone; or adapter/ had the last weights."""
-    from safetensors.torch import load_file
-
     from rloo_kit import evaluate, load_config, load_data, load_policy
 
     for kind, place, (found, printed) in (("copies", 1, copies), (shards[0], 2, shards[1:])):
@@ -315,12 +308,8 @@ def test_processes_keep_the_best_weights_together(config, copies, shards):
         assert [(row["step"], row["value"]) for row in rows] == [(0, 1.0), (1, 2.0), (2, -3.0), (3, -4.0)]
         assert printed.count("held-out at step 1:") == 1
         assert json.loads((folder / "status.json").read_text())["adapter_step"] == 1
-        best = load_file(folder / "best" / "adapter_model.safetensors")
-        adapter, last = (
-            adapter_of(folder),
-            load_file(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors"),
-        )
-        assert adapter.keys() == best.keys() and all(best[key].equal(value) for key, value in adapter.items())
+        adapter, last = weights(folder / "adapter"), weights(folder / "checkpoints" / "checkpoint-3")
+        assert_same(adapter, weights(folder / "best"))
         assert not all(last[key].equal(value) for key, value in adapter.items())
         loaded = load_config(config, f"model.adapter={folder / 'adapter'}")
         policy = load_policy(loaded)

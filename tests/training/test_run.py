@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
@@ -29,18 +28,7 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
-from tests.loop.conftest import by_ids, lines, status
-
-
-def adapter_weights(result):
-    (file,) = result.adapter_folder.glob("*model.safetensors")
-    return load_file(file)
-
-
-def assert_same_weights(one, other):
-    weights = adapter_weights(other)
-    for name, tensor in adapter_weights(one).items():
-        assert torch.equal(tensor, weights[name]), name
+from tests.loop.conftest import assert_same, by_ids, lines, status, weights
 
 
 def test_the_model_decodes_by_itself_after_training(write_config):
@@ -86,7 +74,7 @@ def test_resume_equals_a_run_that_was_never_cut(case, start):
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3]
     assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8]
-    assert_same_weights(result, whole)
+    assert_same(weights(result.adapter_folder), weights(whole.adapter_folder))
     if "rloo.beta=0.5" in words:
         assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) != 0.0
 
@@ -271,7 +259,7 @@ def test_a_run_whose_server_dies_is_saved(start, tmp_path, monkeypatch):
     assert status(folder)["state"] == "failed" and "server died" in status(folder)["error"]
     assert RunDir(folder).last_checkpoint().step == 2
     again = start("rloo.max_steps=3", "rloo.save_steps=100", resume=True)
-    assert_same_weights(again, whole)
+    assert_same(weights(again.adapter_folder), weights(whole.adapter_folder))
 
 
 def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
@@ -296,7 +284,9 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
         assert row["rewards"] == {"watching": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
         assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
     assert [row["step"] for row in lines(folder, "metrics.jsonl")] == [1, 2]
-    assert all(tensor.any() for name, tensor in adapter_weights(result).items() if "lora_B" in name), "it has trained"
+    assert all(tensor.any() for name, tensor in weights(folder / "adapter").items() if "lora_B" in name), (
+        "it has trained"
+    )
     printed = capsys.readouterr().out
     assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
     assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"

@@ -27,7 +27,6 @@ def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path:
     kit.save_adapter(policy, run.folder / "adapter")
     (run.folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
     found = kit.export_model(run.folder, "merged", num_prompts=2)
-    print(found)
     [check] = found.certificate["checks"]
     assert found.kind == "float32" and check["loader"] == "transformers" and check["equal"] == 2
     assert check["largest"] < 1e-4 and json.loads((found.folder / "config.json").read_text())["model_type"] == "qwen3"
