@@ -11,13 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import (
-    JudgeSection,
-    LoraSection,
-    RewardSection,
-    SourceSection,
-    VllmSection,
-)
+from rloo_kit.config.schema import JudgeSection, LoraSection, RewardSection, SourceSection, VllmSection
 from rloo_kit.config.section import Section, declared
 from rloo_kit.config.supervised import RewardModelSection
 

@@ -130,10 +130,7 @@ def test_light_packages_never_import_a_heavy_library(path: Path) -> None:
 def test_heavy_packages_begin_with_the_stack(package: str) -> None:
     """`import trl` ahead of Unsloth loses Unsloth's patches without a word. The `__init__` runs above every module."""
     tree = ast.parse((ROOT / "rloo_kit" / package / "__init__.py").read_text(encoding="utf-8"))
-    assert [ast.unparse(node) for node in tree.body[1:]] == [
-        "from rloo_kit._stack import load_stack",
-        "load_stack()",
-    ]
+    assert [ast.unparse(node) for node in tree.body[1:]] == ["from rloo_kit._stack import load_stack", "load_stack()"]
 
 
 def test_the_page_has_this_order() -> None:

@@ -22,8 +22,7 @@ def locked_versions(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("lock", "further"),
-    [("constraints.txt", PROJECT["optional-dependencies"]["gpu"]), ("constraints-vllm.txt", [])],
+    ("lock", "further"), [("constraints.txt", PROJECT["optional-dependencies"]["gpu"]), ("constraints-vllm.txt", [])]
 )
 def test_the_lock_holds_every_dependency_within_its_range(lock: str, further: list[str]) -> None:
     """A dependency without a lock is whatever the registry offers on the day."""

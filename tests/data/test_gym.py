@@ -180,13 +180,6 @@ def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
         fake(8, build_s=60)
 
 
-def test_a_task_that_gives_no_row(prepare, monkeypatch):
-    """With num_prompts null the empty list of rows ended in an IndexError."""
-    monkeypatch.setattr(gym, "_score", lambda *_: 0.0)
-    with pytest.raises(DataError, match=r"^data\.source: .*500 questions whose .*another data\.options$"):
-        prepare()
-
-
 def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
     """The task of a test source got the options of another."""
 
@@ -216,8 +209,14 @@ def test_rows_that_no_reward_scores(prepare, write):
     assert len(prepare(source=kept).train.rows) == len(prepare(sources=[{"source": kept}]).train.rows) == 10
 
 
-def test_without_the_library_the_command_is_named(prepare, monkeypatch):
-    """An ImportError in a child says nothing about how to install what is missing."""
+def test_what_keeps_a_task_from_being_drawn(prepare, monkeypatch):
+    """An empty list of rows was an IndexError; an ImportError in a child does not say how to install the library."""
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match=r"^data\.source: .*500 .*another data\.options$"),
+    ):
+        patch.setattr(gym, "_score", lambda *_: 0.0)
+        prepare()
     monkeypatch.setattr(gym, "is_importable", lambda name: False)
     with pytest.raises(SetupError, match=r"^data\.source: .*make reasoning-gym, or pip install"):
         prepare(num_prompts=5)

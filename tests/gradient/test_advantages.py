@@ -8,13 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo_kit.gradient.advantages import (
-    AdvantageSettings,
-    combine_rewards,
-    kl_charge,
-    kl_to_go,
-    make_advantages,
-)
+from rloo_kit.gradient.advantages import AdvantageSettings, combine_rewards, kl_charge, kl_to_go, make_advantages
 from tests.choices import choices
 
 BASELINES, KL_FORMS = choices("baseline"), choices("kl_form")

@@ -176,11 +176,7 @@ def test_models_that_cannot_be_packed_fall_back_and_say_why(make_tiny_model, gro
         compare(model, scorer, groups)
 
 
-SCALED = {
-    "Cohere": {"logit_scale": 0.25},
-    "Granite": {"logits_scaling": 4.0},
-    "HyperCLOVAX": {"logits_scaling": 4.0},
-}
+SCALED = {"Cohere": {"logit_scale": 0.25}, "Granite": {"logits_scaling": 4.0}, "HyperCLOVAX": {"logits_scaling": 4.0}}
 
 
 @pytest.mark.parametrize("name", SCALED)

@@ -74,6 +74,15 @@ def test_a_judge_that_goes_down_saves_and_stops_the_run(
     assert result.steps == 8 and result.metrics[-1]["rewards/unscored_ratio"] == 0
 
 
+def errors_of(config: Path, where: str, params: dict[str, Any], *overrides: str) -> list[str]:
+    """What is wrong with a judge of those parameters, as a reward or in the evaluation."""
+    as_reward = {"rewards": [{"name": "judge_reward", "params": params}]}
+    run = kit.load_config(
+        config, *overrides, **(as_reward if where == "reward" else {"eval": {"judge": {"params": params}}})
+    )
+    return [str(one) for one in find_faults(run) if one.level == "error"]
+
+
 @pytest.mark.parametrize("where", ["reward", "eval"])
 def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     write_config: Any, server: JudgeServer, where: str
@@ -82,10 +91,7 @@ def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     name = "rewards.0.params" if where == "reward" else "eval.judge.params"
 
     def errors(**params: Any) -> list[str]:
-        given = {"params": {"url": server.url, "model": MODEL} | params}
-        reward = {"rewards": [{"name": "judge_reward", **given}]}
-        run = kit.load_config(write_config(), **(reward if where == "reward" else {"eval": {"judge": given}}))
-        return [str(one) for one in find_faults(run) if one.level == "error"]
+        return errors_of(write_config(), where, {"url": server.url, "model": MODEL} | params)
 
     assert not errors()
     for wrong, words in (({"model": "other"}, MODEL), ({"rubrik": "Good?"}, "rubric"), ({"url": "host"}, "http://")):
@@ -107,12 +113,8 @@ def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
 
     def errors(text: str, *overrides: str) -> list[str]:
         (tmp_path / "t.jinja").write_text(f"{{{{ task }}}} {text} {answers}")
-        given = {"params": {"url": server.url, "model": MODEL, "template": str(tmp_path / "t.jinja")}}
-        reward = {"rewards": [{"name": "judge_reward", **given}]}
-        run = kit.load_config(
-            write_config(), *overrides, **(reward if where == "reward" else {"eval": {"judge": given}})
-        )
-        return [str(one) for one in find_faults(run) if one.level == "error"]
+        params = {"url": server.url, "model": MODEL, "template": str(tmp_path / "t.jinja")}
+        return errors_of(write_config(), where, params, *overrides)
 
     for text in ("", "{{ row.answer }}", "{{ row.question }}", "{{ row.prompt }}"):
         assert not errors(text), text

@@ -61,7 +61,7 @@ def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, early):
         os.kill(batch.pid, signal.SIGTERM if early else signal.SIGHUP)
         printed, _ = batch.communicate(timeout=30)
     assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
-    assert "1 interrupted" in printed and "to go on: rloo-kit batch" in printed and "--resume" in printed
+    assert not early or ("1 interrupted; to go on: rloo-kit batch" in printed and "--resume" in printed)
     assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
     assert read_status(tmp_path, "small-mode=ok") == {}
 
@@ -125,6 +125,11 @@ overwrite = False
 """
 
 
+def read_step(folder):
+    file = folder / "status.json"
+    return json.loads(file.read_text())["step"] if file.exists() else None
+
+
 def write_training(folder, *modes):
     write_notebook(folder / "training.ipynb", TRAINING, AFTER, parameters=TRAINING_PARAMETERS)
     return write_batch(folder, [{"mode": mode} for mode in modes], notebook="training.ipynb")
@@ -135,7 +140,7 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
     file = write_training(tmp_path, "slow")
     training = tmp_path / "out" / "b" / "training-mode=slow" / "run"
     with running_batch(file) as batch:
-        wait_for(lambda: '"step": 1' in _text(training / "status.json"), "step 1 is done")
+        wait_for(lambda: read_step(training) == 1, "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=60)
     assert batch.returncode == 130 and "a training run saves a checkpoint first" in printed, printed
@@ -155,8 +160,7 @@ def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
     with running_batch(file) as batch:
-        status = tmp_path / "out" / "b" / "training-mode=deaf" / "run" / "status.json"
-        wait_for(lambda: '"step": 1' in _text(status), "step 1 is done")
+        wait_for(lambda: read_step(tmp_path / "out" / "b" / "training-mode=deaf" / "run") == 1, "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         time.sleep(2)
         assert batch.poll() is None and len(processes_of(tmp_path)) == 1, "the first one lets it save"
@@ -173,7 +177,3 @@ def test_a_clean_exit_without_a_finished_training_run_is_not_done(tmp_path):
     status = read_status(tmp_path, "training-mode=leaves")
     assert status["state"] == "failed"
     assert status["error"] == "the notebook ended cleanly, but its training run is 'running' (run/status.json)"
-
-
-def _text(path):
-    return path.read_text() if path.exists() else ""

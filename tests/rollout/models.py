@@ -16,11 +16,7 @@ PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
 BUDGET = Limits(20, 6, 4, (7, THINK_END, 8), THINK_END)  # three tokens close the thinking
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-FILTERS = {
-    "top p": Filters(top_p=0.6),
-    "top k": Filters(top_k=3),
-    "all": Filters(top_p=0.8, top_k=12),
-}
+FILTERS = {"top p": Filters(top_p=0.6), "top k": Filters(top_k=3), "all": Filters(top_p=0.8, top_k=12)}
 
 
 def lean(model: Any, bias: dict[int, float]) -> Any:

@@ -55,10 +55,7 @@ def unsloth(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def model_folder(
-    unsloth: Any,
-    make_tiny_model: Callable[..., Any],
-    tiny_tokenizer: Any,
-    tmp_path_factory: pytest.TempPathFactory,
+    unsloth: Any, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A Qwen3 of one layer that closes its thinking: with random weights no step had a gradient."""
     import torch
