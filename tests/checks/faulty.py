@@ -39,12 +39,9 @@ def reward(body: str, name: str = "own") -> Callable[[Path], object]:
     return write("my_rewards.py", f"def {name}(completions, **columns):\n{body}")
 
 
-def checkpoint(config: dict[str, object], name: str = "config.json") -> Callable[[Path], object]:
-    def make(folder: Path) -> None:
-        (folder / "rm").mkdir()
-        (folder / "rm" / name).write_text(json.dumps(config))
-
-    return make
+def two_outputs(folder: Path) -> None:
+    (folder / "rm").mkdir()
+    (folder / "rm" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForSequenceClassification"]}))
 
 
 def tools(text: str) -> Callable[[Path], object]:
@@ -69,17 +66,10 @@ NO_GPU = ("No GPU", "4.02B parameters", "rloo-kit plan", "configs/arithmetic_thi
 RM = ("rewards=[{name: reward_model, params: {model: rm}}]",)
 OWN = ("rewards=[{name: 'my_rewards:own'}]",)
 FAULTS = (
-    Faulty("a key that does not exist", ("rloo.lerning_rate=1e-4",), ("rloo.lerning_rate", "rloo.learning_rate")),
     Faulty("a misspelt file", ("data.source=mine.cvs",), ("data.source", "mine.cvs")),
-    Faulty("an empty file", (), ("mine.csv", "no rows"), write("mine.csv", "")),
     Faulty("a misspelt prompt column", ("data.prompt_column=promt",), ("data.prompt_column", "prompt, answer")),
-    Faulty("a broken line of JSON", ("data.source=rows.jsonl",), ("rows.jsonl, line 2", "broken JSON"),
-           write("rows.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')),
-    Faulty("an empty prompt in row 3", (), ("mine.csv, line 4", "the prompt is empty", "data.prompt_column"),
-           write("mine.csv", "prompt,answer\n1+1=,2\n1+2=,3\n,4\n1+4=,5\n")),
     Faulty("a row without its answer", (), ("mine.csv, line 3", "data.answer_column"),
            write("mine.csv", "prompt,answer\n1+1=,2\n1+2=,\n" + "".join(f"1+{n}=,{n + 1}\n" for n in range(3, 30)))),
-    Faulty("prompts that are all too long", ("data.max_prompt_length=8",), ("data.max_prompt_length", "none is left")),
     Faulty("fewer prompts than a rollout needs", ("data.num_prompts=9",), ("1 prompt", "per_device_train_batch_size")),
     Faulty("a reward that does not exist", ("rewards.0.name=answer_rewrd",),
            ("rewards.0.name", "'answer_reward'? Known")),
@@ -87,17 +77,11 @@ FAULTS = (
            ("rewards.0.params.fnd", "'find'?")),
     Faulty("a module that is not there", ("rewards.0.name='my_reward:own'",),
            ("rewards.0.name", "no module 'my_reward'")),
-    Faulty("a function that is not there", OWN, ("rewards.0.name", "no 'own'", "longest"),
-           write("my_rewards.py", GOOD)),
     Faulty("a syntax error in a reward", OWN, ("SyntaxError", "my_rewards.py, line 1", "def own(completions:"),
            write("my_rewards.py", "def own(completions:\n    return []\n")),
     Faulty("a reward that fails on an empty completion", OWN,
            ("rewards.0.name", "that is empty", "IndexError", "my_rewards.py, line 2"),
            reward("    return [float(text[0] == '4') for text in completions]\n")),
-    Faulty("a reward that returns one number for all", OWN, ("rewards.0.name", "returned float", "list of"),
-           reward("    return 1.0\n")),
-    Faulty("a reward that returns a text", OWN, ("rewards.0.name", "'good'", "number or None"),
-           reward("    return ['good' for _ in completions]\n")),
     Faulty("a reward that needs a column that is not there", OWN, ("rewards.0.name", "'level'", "answer"),
            write("my_rewards.py", "def own(completions, level):\n    return [1.0] * len(completions)\n")),
     Faulty("a reward that returns None always", OWN, ("rewards", "None", "data.answer_column"),
@@ -108,18 +92,10 @@ FAULTS = (
            ("rewards=[{name: reward_model, params: {model: outputs/run-reward-model/reward_model}}]",),
            ("rewards.0.params.model", "no such folder", "rloo-kit reward-model")),
     Faulty("a reward model with two outputs", RM, ("rewards.0.params.model", "2 outputs", "rloo-kit reward-model"),
-           checkpoint({"architectures": ["Qwen3ForSequenceClassification"]})),
-    Faulty("a reward model's adapter alone", RM, ("rewards.0.params.model", "adapter", "merge_and_unload"),
-           checkpoint({"peft_type": "LORA"}, "adapter_config.json")),
-    Faulty("a folder in place of the reward model in it", RM, ("rewards.0.params.model", "rm/reward_model"),
-           lambda folder: (folder / "rm" / "reward_model").mkdir(parents=True)),
+           two_outputs),
     Faulty("a judge that does not answer",
            ("rewards=[{name: judge_reward, params: {url: 'http://127.0.0.1:9/v1', model: any}}]",),
            ("rewards.0.params", "http://127.0.0.1:9/v1")),
-    Faulty("a tool's file that is not there", TOOL, ("rloo.tools", "no file my_tools.py")),
-    Faulty("a tool without a docstring", TOOL, ("rloo.tools", "tool add", "docstring", "`Args:`"),
-           tools("def add(a: int) -> int:\n    return a\n")),
-    Faulty("a tool by its name alone", (*UNTAUGHT, "rloo.tools=[add]"), ("rloo.tools", "module:function")),
     Faulty("a template without tools", (*TOOL, "model.name=embedded/thinking"),
            ("rloo.tools", "chat template", "leaves the tools out"), tools(ADD)),
     Faulty("a result as long as a completion", (*TOOL, "rloo.tool_result_tokens=48"),
@@ -129,9 +105,6 @@ FAULTS = (
            tools(WORLD.replace("int(answer)", "int('x' + answer)"))),
     Faulty("an observation that is too long", IN_WORLD, ("data.max_prompt_length=64", "'board board", "a prompt has"),
            tools(WORLD.replace("int(answer)", "int(answer)\n        return 'board ' * 30"))),
-    Faulty("an environment whose respond is a tool", IN_WORLD,
-           ("rloo.environment: World.respond", "respond(messages)", "rename it", "tools()"),
-           tools(WORLD.replace("take", "respond"))),
     Faulty("an environment of verifiers without the package",
            (*UNTAUGHT, "rloo.environment=verifiers/wordle"), ("rloo.environment", "pip install 'verifiers")),
     Faulty("a measure that no reward has", ("eval.every_steps=1", "eval.measure=acuracy"),

@@ -46,8 +46,7 @@ def test_each_fault_is_found_with_its_key_and_its_fix(place: Path, fault: Faulty
 
 @pytest.mark.parametrize(("keys", "text"), [((), ""), (TOOL, ADD), (IN_WORLD, WORLD)], ids=["plain", "tool", "world"])
 def test_a_sound_run_has_none(place: Path, keys: tuple[str, ...], text: str) -> None:
-    """A check with false alarms gets switched off. Rewards get what they will get of an episode; that they earn the
-    same in an environment is no fault."""
+    """A check with false alarms gets switched off; rewards get what they will get of an episode."""
     assert faults_of(place, Faulty("sound", keys, (), tools(text))) == []
 
 
@@ -90,8 +89,7 @@ def test_rows_that_no_code_can_pass_are_counted_by_reason(place: Path) -> None:
 
 
 def test_code_that_cannot_be_judged(place: Path) -> None:
-    """A run would train on the other rows alone, without a word; a whole data set of them, on nothing. Rewards are
-    tried on a row that can be judged. Rows without tests, of another reward, or with a function's name are no fault."""
+    """A run would train on the other rows alone, without a word; a whole data set of them, on nothing."""
     half = "data.test_size=0.5"
     code_faults(place, lambda n: "import pandas\nassert f(1)" if n % 8 else "assert f(1)", half)
     found = find_faults(load_config(place / "run.yaml", *CODE, half))
@@ -172,8 +170,7 @@ def test_a_run_is_resumed_over_its_own_folder(place: Path) -> None:
 
 
 def test_one_process_looks_without_waiting_for_the_others(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main process of a launched run looks alone: reading the data waited for processes that were elsewhere, and
-    the run hung before it had begun."""
+    """The main process looks alone: reading the data waited for processes that were elsewhere."""
     from rloo_kit import collective
 
     def wait() -> None:

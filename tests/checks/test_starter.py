@@ -109,8 +109,7 @@ def test_a_general_file_gets_the_largest_model_that_fits(gpu_gib: float, model: 
 
 
 def test_without_a_gpu_a_real_model_that_learns_there_is_proposed(folder: Path) -> None:
-    """`init` proposed Qwen3-0.6B at 8,192 tokens for two cores, "hours a step" by a constant. Which column became the
-    answer was said nowhere."""
+    """`init` proposed Qwen3-0.6B at 8,192 tokens for two cores, and named no answer column."""
     rows = [[n, f"What is {n} plus 3?", "add", n + 3] for n in range(40)]
     write_csv("words.csv", ["id", "question", "kind", "answer"], rows)
     code, printed, said = call("--data", "words.csv", "--yes")

@@ -130,8 +130,7 @@ OFF = (
 
 
 def test_what_thinks_by_its_name() -> None:
-    """Qwen3.5, R1, SmolLM3 and Phi-4-reasoning got 2,048 tokens and no budget: no thought ended. A folder called
-    thinking above the model does not think, and the small Qwen3.5 do not unless asked to."""
+    """R1, SmolLM3 and others got 2,048 tokens and no budget; a folder called thinking does not think."""
     for name in (*ALWAYS, *BY_DEFAULT, *OFF):
         thinks = name not in OFF
         assert always_thinks(name) is (name in ALWAYS), name
@@ -141,8 +140,7 @@ def test_what_thinks_by_its_name() -> None:
 
 
 def test_a_folder_is_known_by_its_path_or_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An R1 distillation with an older template was an instruct model once it was called adapter, a snapshot's hash or
-    checkpoint-100: its thoughts were judged as answers, with 2,048 tokens and no budget."""
+    """An R1 distillation was an instruct model once its folder was called checkpoint-100."""
     adapter = tmp_path / "outputs" / "run" / "adapter"
     snapshot = tmp_path / "models--deepseek-ai--DeepSeek-R1-Distill-Qwen-7B" / "snapshots" / "0a1b"
     for folder in (adapter, snapshot, tmp_path / "plain", tmp_path / "org-non-reasoning", tmp_path / "rethinking-x"):

@@ -11,13 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from rloo_kit.config.old_names import CONFIG_NAMES
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import (
-    JudgeSection,
-    LoraSection,
-    RewardSection,
-    SourceSection,
-    VllmSection,
-)
+from rloo_kit.config.schema import JudgeSection, LoraSection, RewardSection, SourceSection, VllmSection
 from rloo_kit.config.section import Section, declared
 from rloo_kit.config.supervised import RewardModelSection
 
@@ -49,8 +43,7 @@ def parts(annotation: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def limits(field: FieldInfo, default: Any) -> str:
-    """The other choices of a key and its bounds: "`a`, `b`", "≥ 0", "[0, 1)". Left out: what the default shows, and
-    "at least 1" of a whole number, which is said once above the tables."""
+    """A key's other choices and bounds, without what the default or the text above the tables says."""
     kinds = parts(field.annotation)
     types = [kind for kind, _ in kinds]
     choices = [show(value) for kind in types if get_origin(kind) is Literal for value in get_args(kind)]

@@ -175,8 +175,7 @@ def test_missing_keys_and_files(path: Path) -> None:
 
 
 def test_a_rollout_of_whole_groups_and_enough_prompts(path: Path) -> None:
-    """TRL's `generation_batch_size (8) must be divisible by num_generations (3)` does not name what makes 8; and a run
-    of fewer prompts than a rollout needs loaded the model, evaluated it, and ended after no step."""
+    """TRL names no cause of its 8; a run of too few prompts loaded, evaluated, and ended after no step."""
     numbers = ["rloo.per_device_train_batch_size=8", "rloo.num_generations=4", "rloo.gradient_accumulation_steps=2"]
     passes = "2 passes (gradient_accumulation_steps)"
     found = f"8 completions a pass (per_device_train_batch_size) x 1 process x {passes} = 16"

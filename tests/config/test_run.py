@@ -147,8 +147,7 @@ def test_an_evening_is_one(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem)
 def test_models_that_think_have_room_for_it(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The published recipe gave 128 tokens to a model that thinks for thousands: every reward was equal. And a config
-    for 8 GB that needs 9 fails after ten minutes."""
+    """128 tokens for a model that thinks for thousands: every reward was equal."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # which layers a checkpoint keeps in 16 bit is not known
     run = load_config(path)
     (gpu,) = re.findall(r"one NVIDIA GPU with (\d+) GB", path.read_text(encoding="utf-8"))

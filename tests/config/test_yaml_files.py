@@ -10,15 +10,11 @@ from rloo_kit.config.yaml_files import dump_yaml, read_yaml, write_value
 from rloo_kit.errors import ConfigError
 
 
-def test_a_number_with_an_exponent_is_a_number() -> None:
-    """PyYAML reads `5e-6` as text, so the learning rate of half of all recipes reached the optimiser as a string."""
+def test_numbers_are_numbers_and_words_stay_text() -> None:
+    """PyYAML reads a learning rate of `5e-6` as text; in YAML 1.1 `no` is false, `12:30` is 750 and a day a date."""
     values, _ = read_yaml("a: 5e-6\nb: 1E3\nc: -2.5e+10\nd: .5\ne: 1_000\nf: 5e-6x\ng: 1.\nh: 0x1F")
     assert list(values.values()) == [5e-6, 1000.0, -2.5e10, 0.5, 1000, "5e-6x", 1.0, 31]
     assert isinstance(values["b"], float) and isinstance(values["e"], int)
-
-
-def test_words_and_dates_stay_text() -> None:
-    """In YAML 1.1 a prompt that says `no` is false, `12:30` is 750 and a run named after a day is a date object."""
     values, _ = read_yaml("a: no\nb: on\nc: 12:30\nd: 2026-11-21\ne: 'true'\nf: ~\ng:\nh: 010")
     assert list(values.values()) == ["no", "on", "12:30", "2026-11-21", "true", None, None, 10]
 

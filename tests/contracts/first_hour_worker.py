@@ -1,7 +1,4 @@
-"""A worker of `benchmarks/first_hour.py` whose checks are small stand-ins and whose backends are nothing; a program.
-
-Started in the place of `benchmarks/on_gpu/worker.py` by tests/contracts/test_benchmarks.py.
-"""
+"""A program for test_benchmarks.py, in the place of `benchmarks/on_gpu/worker.py`: checks are small stand-ins."""
 
 import os
 import signal

@@ -93,8 +93,7 @@ def test_both_sides_take_the_same_step(module: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_check_of_padding_keeps_its_own_lengths(module: Any, make_tiny_model: Any) -> None:
-    """`generate`, Unsloth's engine, first continues prompts of its own, padded and alone, which have no imposed length:
-    the first GPU stopped here, in every whole step."""
+    """`generate` first continues prompts of its own, without an imposed length: the first GPU stopped here."""
     engine = engine_for(adapted(make_tiny_model()), "generate")
     lengths = [2 + row for row in range(len(PROMPTS))]
     trainer = SimpleNamespace(model=engine._model)
@@ -130,8 +129,7 @@ def states(part: Any) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_each_check_says_what_became_of_it(run_call: Any, module: Any, tmp_path: Path) -> None:
-    """One check that hung took the figures of all the others with it, and left its child on the GPU. Eight minutes of
-    figures were gone after one check was run again; two GPUs in one folder would be one table."""
+    """One check that hung took all figures with it; a check that is run again, or another GPU, must not mix them."""
     expected = {
         "passes": "passed", "does_not_apply": "skipped", "fails": "failed", "depends": "not run", "is_long": "not run",
         "runs_out": "out of memory", "overruns": "over budget", "dies": "failed", "hangs": "failed",
@@ -171,8 +169,7 @@ def test_lanes_run_side_by_side_and_before_the_rest(run_call: Any, monkeypatch: 
 
 
 def test_a_backend_that_cannot_start_takes_only_its_own_checks(run_call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers can answer does not wait for a library that this machine's driver is too old for; after an
-    error of the driver every later call of the process fails with the same words."""
+    """transformers does not wait for a library that this driver is too old for, nor behind a driver's error."""
     monkeypatch.setenv(sys.modules["tests.contracts.first_hour_worker"].UNUSABLE, "yes")
     names = ["unsloth/passes", "unsloth/follows", "transformers/loses_the_driver", "transformers/passes"]
     code, part = run_call(*names)

@@ -1,7 +1,4 @@
-"""The order of the packages: imports only go down, and a light package never loads a heavy library.
-
-Read from the sources, so that a rare path counts as much as a common one.
-"""
+"""The order of the packages, read from the sources: imports only go down, and light packages load nothing heavy."""
 
 import ast
 import re
@@ -69,8 +66,7 @@ def is_import_call(node: ast.AST) -> bool:
 
 
 def imports_of(path: Path, tree: ast.Module, typing: bool = False) -> Iterator[Import]:
-    """Every import of a file: statements at any depth, and import_module or __import__ called with a name; with
-    `typing` those for type checkers too."""
+    """Every import of a file at any depth, import_module and __import__ too; with `typing` those for checkers."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
 
     def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
@@ -134,10 +130,7 @@ def test_light_packages_never_import_a_heavy_library(path: Path) -> None:
 def test_heavy_packages_begin_with_the_stack(package: str) -> None:
     """`import trl` ahead of Unsloth loses Unsloth's patches without a word. The `__init__` runs above every module."""
     tree = ast.parse((ROOT / "rloo_kit" / package / "__init__.py").read_text(encoding="utf-8"))
-    assert [ast.unparse(node) for node in tree.body[1:]] == [
-        "from rloo_kit._stack import load_stack",
-        "load_stack()",
-    ]
+    assert [ast.unparse(node) for node in tree.body[1:]] == ["from rloo_kit._stack import load_stack", "load_stack()"]
 
 
 def test_the_page_has_this_order() -> None:

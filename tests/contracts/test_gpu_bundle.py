@@ -59,8 +59,7 @@ def source(folder: Path, dest: Path, commands: str = "true") -> subprocess.Compl
 
 @pytest.mark.slow
 def test_use_sh_finds_or_unpacks_the_kit(revision: str, tmp_path: Path) -> None:
-    """An archive has no .git, so results of such a machine had no revision; one without the link has no rewards;
-    without an installation there was no rloo-kit to run; and each lane of the first hour built the embedded model."""
+    """On such a machine results had no revision, there were no rewards and no rloo-kit, and models were built again."""
     dest, model = tmp_path / "made" / "bundle", tmp_path / "cache" / MODEL
     model.mkdir(parents=True)
     (model / RECORD).write_text("{}", encoding="utf-8")

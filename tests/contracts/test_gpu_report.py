@@ -54,8 +54,7 @@ def write(module: Any, tmp_path: Path) -> Any:
 
 
 def test_measurements_become_tables_and_headers(module: Any, write: Any, tmp_path: Path) -> None:
-    """Figures that are copied by hand are the ones that get copied wrong. The plan that promised 5.0 GiB where 5.4 were
-    taken promises it to the next person, too. A rehearsal's milliseconds on the CPU in the README would be quoted."""
+    """Figures copied by hand get copied wrong, and a rehearsal's in the README would be quoted."""
     folder = [write(number, found) for number, found in FIGURES.items()][0]
     report = module("tables")
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

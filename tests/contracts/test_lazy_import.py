@@ -50,9 +50,7 @@ def test_rewards_need_no_installed_package(repository: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rewards_module_of_the_user_does_not_break_the_kit(tmp_path: Path, repository: Path) -> None:
-    """`rewards.py` next to a script is the first name anybody gives to rewards of their own, and it shadowed the kit's
-    package: "No module named 'rewards.text'; 'rewards' is not a package". Nor is a script without a main guard run
-    again in the worker, as multiprocessing's spawn would."""
+    """`rewards.py` next to a script shadowed the kit's package; and no worker runs the script again."""
     (tmp_path / "rewards.py").write_text(
         "def brevity(completions, **columns):\n    return [0.5 for _ in completions]\n"
     )

@@ -88,8 +88,7 @@ def test_the_step_is_the_trainers(
 def test_sampling_is_not_touched_by_padding_and_cache(
     script: SimpleNamespace, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> None:
-    """A wrong position or mask samples from another policy than the one that is scored. With sharpened logits the draw
-    is the most likely token, which each prompt alone, without a cache, has to give too."""
+    """A wrong position or mask samples from another policy: sharpened logits give what each prompt alone gives."""
     import torch
 
     model, ends = make_tiny_model(tie_word_embeddings=False, initializer_range=0.3), [256, 258, *range(20)]

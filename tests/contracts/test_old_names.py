@@ -123,8 +123,7 @@ def test_episodes_become_the_optimizer_steps_that_the_old_loop_made(given: dict[
 
 
 def test_old_and_new_name_together(config_class: type, tmp_path: Path) -> None:
-    """Half-migrated code gave both; which of them won depended on the order of two lines in TRL. In 0.22 every old
-    name had the default None, so code that copies all fields passes None."""
+    """Which of both won depended on the order of two lines in TRL; None counts as not given."""
     with pytest.raises(ConfigError, match="kl_coef.*beta=0.1.*beta=0.2.*remove kl_coef"):
         config_class(str(tmp_path), kl_coef=0.1, beta=0.2)
     assert build(config_class, tmp_path, kl_coef=0.2, beta=0.2)[0].beta == 0.2
@@ -224,16 +223,18 @@ def test_old_names_in_a_file(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_a_key_that_is_gone_is_left_out_with_a_sentence(tmp_path: Path) -> None:
-    """A run's folder holds every key of its day: its config.yaml was refused after an update."""
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "model: {name: embedded/thinking}\ndata: {source: embedded/addition}\nrewards: [{name: thinking_reward}]\n"
-        "rloo: {max_steps: 1}\nhealth: {nothing_learnt: stop, stop: [no_signal]}\n"
+def test_names_of_earlier_files(tmp_path: Path) -> None:
+    """`run:` with all its keys commented out is None, and lost the seed and the folder that belong there."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "run:\nmodel: {name: embedded/thinking}\ndata: {source: embedded/addition}\n"
+        "rewards: [{name: thinking_reward}]\nrloo: {max_steps: 1, seed: 5, output_dir: other}\n"
+        "health: {nothing_learnt: stop, stop: [no_signal]}\n"
     )
-    with pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
-        run = load_config(file)
-    assert run.health.stop == ["no_signal"]
+    moved = pytest.warns(FutureWarning, match="rloo.seed belongs to run.seed")
+    with moved, pytest.warns(FutureWarning, match="health.nothing_learnt has no effect any more: .*eval.patience"):
+        run = load_config(path)
+    assert (run.run.seed, run.run.output_dir, run.health.stop) == (5, "other", ["no_signal"])
 
 
 @pytest.mark.parametrize("key", GONE_KEYS)
@@ -251,18 +252,6 @@ def test_a_file_that_sets_a_key_that_is_gone(key: str, tmp_path: Path) -> None:
     assert str(caught.value) == f"{key} is 7, but there is no such key any more: {gone.instead.format(value=7)}"
 
 
-def test_an_empty_section_takes_moved_values(tmp_path: Path) -> None:
-    """`run:` with all its keys commented out is None, and lost the seed and the folder without a word."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "run:\nmodel: {name: embedded/thinking}\ndata: {source: embedded/addition}\n"
-        "rewards: [{name: thinking_reward}]\nrloo: {max_steps: 1, seed: 5, output_dir: other}\n"
-    )
-    with pytest.warns(FutureWarning, match="rloo.seed belongs to run.seed"):
-        run = load_config(path)
-    assert (run.run.seed, run.run.output_dir) == (5, "other")
-
-
 def reward(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
@@ -278,8 +267,7 @@ def prepare(**given: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_the_full_old_argument_list_of_the_trainer() -> None:
-    """An argument that is missing from the table stops old code with `unexpected keyword argument 'policy'`; a drop-in
-    that warns of current code is not one."""
+    """A missing argument stops old code with `unexpected keyword argument 'policy'`; current code warns of nothing."""
     assert set(TRAINER_NAMES) == {"config", "policy", "tokenizer", "reward_model", "ref_policy", "data_collator"}
     values, messages = prepare(
         config="args", tokenizer="tokenizer", policy="a/b", ref_policy="a/b", reward_model=reward, train_dataset=[1],

@@ -122,8 +122,7 @@ def patches_of(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 
 def test_the_list_is_whole() -> None:
-    """CONTRIBUTING said that no library attribute is patched while four were: anyone who debugs a library's behaviour
-    in a run has to find in one place what of it is not the library's own."""
+    """Whoever debugs a library's behaviour in a run finds in one place what of it is not the library's own."""
     trees = {path.relative_to(KIT).as_posix(): ast.parse(path.read_text("utf-8")) for path in KIT.rglob("*.py")}
     own = own_names(list(trees.values()))
     found = {f"{name}: {patch}" for name, tree in trees.items() for patch in patches_of(tree, own)} - OWN

@@ -22,12 +22,10 @@ def locked_versions(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("lock", "further"),
-    [("constraints.txt", PROJECT["optional-dependencies"]["gpu"]), ("constraints-vllm.txt", [])],
+    ("lock", "further"), [("constraints.txt", PROJECT["optional-dependencies"]["gpu"]), ("constraints-vllm.txt", [])]
 )
 def test_the_lock_holds_every_dependency_within_its_range(lock: str, further: list[str]) -> None:
-    """A dependency without a lock is whatever the registry offers on the day; the GPU's bundle was the first to need
-    Unsloth's."""
+    """A dependency without a lock is whatever the registry offers on the day."""
     locked = locked_versions(lock)
     for requirement in map(Requirement, [*PROJECT["dependencies"], *further]):
         name = canonicalize_name(requirement.name)

@@ -27,8 +27,7 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 @pytest.mark.slow
 @pytest.mark.long
 def test_an_installed_wheel_trains_beside_a_rewards_module_of_the_user(repository: Path, tmp_path: Path) -> None:
-    """The user's `rewards.py` shadowed the package that the kit took its own rewards from; and a wheel made from a
-    source distribution, which loses the link rloo_kit/rewards, could not name a reward."""
+    """The user's `rewards.py` shadowed the kit's; a source distribution lost the link rloo_kit/rewards."""
     source = tmp_path / "source"  # what a source distribution holds: the files without the link
     for name in ("rloo_kit", "rewards"):
         shutil.copytree(repository / name, source / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)

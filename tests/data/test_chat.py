@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from rloo_kit.data.chat import check_budget, parse_conversation, render_prompt, resolve_family, thinks
-from rloo_kit.errors import ConfigError, DataError, RlooKitError
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.think_tags import opens_thinking
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -106,8 +106,7 @@ def test_conversation_with_columns_that_arrow_filled(with_template):
 
 
 def test_text_like_a_conversation_is_read_at_once(with_template):
-    """A prompt that looks like a conversation, 60,000 spaces and a letter took 11.5 s; one that Python has no value for
-    was a traceback."""
+    """A conversation, 60,000 spaces and a letter took 11.5 s; one that is no value of Python was a traceback."""
     talk = "[{'role': 'user', 'content': 'x'}]"
     start = time.perf_counter()
     assert parse_conversation(talk + " " * 60_000 + "x").endswith(" x")
@@ -119,33 +118,20 @@ def test_text_like_a_conversation_is_read_at_once(with_template):
         render_prompt(with_template("instruct"), f" {odd} ", "instruct")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        ("", "the prompt is empty"),
-        (None, "of type NoneType; it must be text or a list of messages"),
-        ([], "an empty list"),
-        (["hi"], "message 1 of the prompt must be"),
-        ([{"role": "user"}], "message 1 of the prompt must be"),
-        ([{"role": "human", "content": "hi"}], "role 'human'; it must be one of system, user"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "content of type list; it must be text"),
-        ([{"role": "user", "content": ""}], "message 1 of the prompt is empty"),
-        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "ends with the assistant's own"),
-    ],
-)
-def test_bad_prompts_are_refused(with_template, prompt, text):
-    """Each of these once became a prompt: 'None', '[]', or an answer that the model was to write after itself."""
-    with pytest.raises(DataError) as caught:
-        render_prompt(with_template("instruct"), prompt, "instruct")
-    assert text in str(caught.value)
-    assert isinstance(caught.value, RlooKitError)
-
-
 def user(text: str, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text, **more}]
 
 
-TYPED = [
+BAD = [
+    ("", "the prompt is empty"),
+    (None, "of type NoneType; it must be text or a list of messages"),
+    ([], "an empty list"),
+    (["hi"], "message 1 of the prompt must be"),
+    ([{"role": "user"}], "message 1 of the prompt must be"),
+    ([{"role": "human", "content": "hi"}], "role 'human'; it must be one of system, user"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "content of type list; it must be text"),
+    (user(""), "message 1 of the prompt is empty"),
+    ([*user("q"), {"role": "assistant", "content": "a"}], "ends with the assistant's own"),
     ("<|im_start|>user\n1+1?<|im_end|>", "control token <|im_start|>: a chat template seems to be applied already"),
     ("close it: </think> 42", "the user message contains </think>"),
     ("use <think> tags", "the user message contains <think>"),
@@ -155,10 +141,10 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "text"), TYPED)
+@pytest.mark.parametrize(("prompt", "text"), BAD)
 @pytest.mark.parametrize("family", ["thinking", "instruct"])
-def test_a_thinking_tag_that_somebody_typed_is_refused(with_template, family, prompt, text):
-    """`</think>` in a question became the token that every reward decides by; `<|im_end|>` was refused."""
+def test_bad_prompts_are_refused(with_template, family, prompt, text):
+    """Each once became a prompt: 'None', an answer behind an answer, or the token that every reward decides by."""
     with pytest.raises(DataError) as caught:
         render_prompt(with_template(family), prompt, family)
     assert text in str(caught.value)
@@ -218,8 +204,7 @@ def test_template_that_fails_is_named(with_template):
 
 
 def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
-    """The trainer tokenises the rendered text with the tokenizer's defaults: with the template's own BOS left in, every
-    prompt of a Llama began with two."""
+    """With the template's own BOS left in, every prompt of a Llama began with two."""
     text = render_prompt(bos_tokenizer, "hi", "instruct")
     wanted = bos_tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     assert bos_tokenizer(text)["input_ids"] == wanted["input_ids"]
@@ -234,8 +219,7 @@ def test_one_bos_where_template_and_tokenizer_both_write_it(bos_tokenizer):
 
 
 def test_plain_takes_text_and_is_always_allowed(with_template):
-    """The tokenizers of base models come with a chat template that the model has never seen; a conversation has no
-    template to be rendered with."""
+    """Base models' tokenizers come with a template that the model has never seen; a conversation needs one."""
     tokenizer = with_template("hybrid")
     assert resolve_family(tokenizer, "base", "plain") == "plain"
     assert render_prompt(tokenizer, "Once upon", "plain") == "Once upon"
@@ -256,64 +240,50 @@ SWITCH = (
     "{% elif '/think' in messages[0].content %}{% set mode = '/think' %}{% endif %}{% endif %}"
 )
 LATER = "{% for m in messages if m.role != 'system' %}"
-# Short forms with the behaviour of the published templates, which docs/data.md names.
-PUBLISHED = {
-    "Qwen/Qwen3.5-4B": f"{TURNS}{START}{OFF}{EMPTY}{{% else %}}<think>\n{{% endif %}}",
+# Short forms of the published templates, which docs/data.md names; their family, and whether the prompt
+# opens the thinking. All think but the instruct ones; Qwen3.5-0.8B needs model.enable_thinking.
+PUBLISHED: dict[str, tuple[str, str, bool]] = {
+    "Qwen/Qwen3.5-4B": (f"{TURNS}{START}{OFF}{EMPTY}{{% else %}}<think>\n{{% endif %}}", "hybrid", True),
     "Qwen/Qwen3.5-0.8B": (
         f"{TURNS}{START}{{% if enable_thinking is defined and enable_thinking is true %}}<think>\n"
-        f"{{% else %}}{EMPTY}{{% endif %}}"
-    ),
-    "Qwen/Qwen3-0.6B": f"{TURNS}{START}{OFF}{EMPTY}{{% endif %}}",
-    "Qwen/Qwen3-4B-Instruct-2507": TURNS + START,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": f"{TURNS}{START}<think>\n",
-    "an older/DeepSeek-R1-Distill-Qwen-7B": TURNS + START,
-    "HuggingFaceTB/SmolLM3-3B": f"{SWITCH}{TURNS}{START}{{% if mode == '/no_think' %}}{EMPTY}{{% endif %}}",
-    "microsoft/Phi-4-reasoning": f"<|im_start|>system\nWrite <think> thoughts </think> first<|im_end|>\n{TURNS}{START}",
-    "deepseek-ai/DeepSeek-V3.1": f"{TURNS}{START}{{% if thinking %}}<think>{{% else %}}</think>{{% endif %}}",
-    "ibm-granite/granite-3.3-2b": f"{{% if thinking %}}Use <think></think>.\n{{% endif %}}{TURNS}{START}",
-    "openai/gpt-oss-20b": f"Reasoning: {{{{ reasoning_effort or 'medium' }}}}\n{TURNS}{START}",
+        f"{{% else %}}{EMPTY}{{% endif %}}", "", False),
+    "Qwen/Qwen3-0.6B": (f"{TURNS}{START}{OFF}{EMPTY}{{% endif %}}", "hybrid", False),
+    "Qwen/Qwen3-4B-Instruct-2507": (TURNS + START, "instruct", False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (f"{TURNS}{START}<think>\n", "thinking", True),
+    "an older/DeepSeek-R1-Distill-Qwen-7B": (TURNS + START, "thinking", False),
+    "HuggingFaceTB/SmolLM3-3B": (
+        f"{SWITCH}{TURNS}{START}{{% if mode == '/no_think' %}}{EMPTY}{{% endif %}}", "hybrid", False),
+    "microsoft/Phi-4-reasoning": (
+        f"<|im_start|>system\nWrite <think> thoughts </think> first<|im_end|>\n{TURNS}{START}", "thinking", False),
+    "deepseek-ai/DeepSeek-V3.1": (
+        f"{TURNS}{START}{{% if thinking %}}<think>{{% else %}}</think>{{% endif %}}", "instruct", False),
+    "ibm-granite/granite-3.3-2b": (
+        f"{{% if thinking %}}Use <think></think>.\n{{% endif %}}{TURNS}{START}", "instruct", False),
+    "openai/gpt-oss-20b": (f"Reasoning: {{{{ reasoning_effort or 'medium' }}}}\n{TURNS}{START}", "instruct", False),
     "nvidia/Nemotron-Nano-9B-v2": (
-        f"{TURNS}{START}{{% if '/no_think' in messages[0].content %}}<think></think>{{% else %}}<think>\n{{% endif %}}"
-    ),
-    "an opening/Instruct": f"{TURNS}{START}<think>\n",
-    "a/Model-Thinking": TURNS + START,
-}
-# (family, whether the prompt opens the thinking); all think but the instruct ones.
-FOUND = {
-    "Qwen/Qwen3.5-4B": ("hybrid", True),
-    "Qwen/Qwen3-0.6B": ("hybrid", False),
-    "Qwen/Qwen3-4B-Instruct-2507": ("instruct", False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": ("thinking", True),
-    "an older/DeepSeek-R1-Distill-Qwen-7B": ("thinking", False),
-    "HuggingFaceTB/SmolLM3-3B": ("hybrid", False),
-    "microsoft/Phi-4-reasoning": ("thinking", False),
-    "deepseek-ai/DeepSeek-V3.1": ("instruct", False),
-    "ibm-granite/granite-3.3-2b": ("instruct", False),
-    "openai/gpt-oss-20b": ("instruct", False),
-    "nvidia/Nemotron-Nano-9B-v2": ("thinking", True),
-    "an opening/Instruct": ("thinking", True),
-    "a/Model-Thinking": ("thinking", False),
-}
+        f"{TURNS}{START}{{% if '/no_think' in messages[0].content %}}<think></think>{{% else %}}<think>\n{{% endif %}}",
+        "thinking", True),
+    "an opening/Instruct": (f"{TURNS}{START}<think>\n", "thinking", True),
+    "a/Model-Thinking": (TURNS + START, "thinking", False),
+}  # fmt: skip
 
 
 @pytest.fixture
 def of(with_template: Any) -> Any:
     """`of(name)`: a tokenizer with that published model's template."""
-    return lambda name: with_template(PUBLISHED[name] + "{{ '' }}")  # Jinja drops a line break at the end
+    return lambda name: with_template(PUBLISHED[name][0] + "{{ '' }}")  # Jinja drops a line break at the end
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [name for name, (_, family, _) in PUBLISHED.items() if family])
 def test_the_rendered_prompt_decides(of: Any, name: str) -> None:
-    """An R1 distillation with an older template, and Phi-4-reasoning, were taken for models that never think: their
-    thoughts were judged as answers."""
-    family, opened = FOUND[name]
+    """An older R1 distillation and Phi-4-reasoning were taken for models that never think."""
+    _, family, opened = PUBLISHED[name]
     assert resolve_family(of(name), name) == family and thinks(family) == (family != "instruct")
     assert opens_thinking(render_prompt(of(name), "1+1?", family)) is opened
 
 
 def test_a_system_message_that_the_template_leaves_out(of: Any) -> None:
-    """Phi-4-reasoning has a system prompt of its own, and `data.system_prompt` ("give the answer in a box") vanished:
-    every answer was judged as one without a box. A template may trim a message, or take a switch out of it."""
+    """Phi-4-reasoning has a system prompt of its own, and `data.system_prompt` vanished without a word."""
     tokenizer = of("microsoft/Phi-4-reasoning")
     tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", LATER)
     with pytest.raises(DataError, match=r"leaves the system message out.*data.system_prompt: null"):

@@ -95,8 +95,7 @@ def fails(text: str, call: Any, *arguments: Any, **named: Any) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_read_or_refused_in_a_line(make_run, tmp_path: Path, tiny_tokenizer, name: str) -> None:
-    """Conversations as text became the user's message, integers became text;
-    12,345 was refused where a column's name has a semicolon; `init` accepted what `train` refused."""
+    """Conversations and integers became text, 12,345 was refused, and `init` accepted what `train` refused."""
     content, expected, comparing = FILES[name]
     path = tmp_path / name
     if isinstance(content, str):
@@ -155,8 +154,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_in_python_are_what_the_libraries_hand_over(make_run, tiny_tokenizer, name: str) -> None:
-    """`rows.to_dict('records')`, the kit's own advice, was a traceback for messages from Parquet; `Decimal`, `Fraction`
-    and numpy's numbers "must be text or a number"; a right answer 0.1 in single precision was 0.10000000149011612."""
+    """Messages from Parquet were a traceback; `Decimal`, `Fraction` and numpy's numbers were refused."""
     rows, expected = ROWS[name]
     if isinstance(expected, str):
         fails(expected, load_data, make_run(), tiny_tokenizer, rows=rows)

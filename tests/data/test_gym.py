@@ -12,7 +12,7 @@ from rloo_kit.data.load import load_data, prepare_data
 from rloo_kit.data.sources import Part
 from rloo_kit.errors import ConfigError, DataError, SetupError
 from rloo_kit.tasks import gym
-from rloo_kit.tasks.gym import GYM_COLUMN, make_dataset, read_gym
+from rloo_kit.tasks.gym import GYM_COLUMN, read_gym
 from tests.data.conftest import InPlace, jsonl, plain
 
 SUMS, SORTING = "reasoning_gym/chain_sum", "reasoning_gym/number_sorting"
@@ -25,8 +25,7 @@ LONG = {"max_prompt_length": 2000}
 
 @pytest.fixture
 def prepare(make_run, tiny_tokenizer, monkeypatch):
-    """`prepare(**data)`: the prompts of a run with that data, of sums unless another source is named; drawn in this
-    process."""
+    """`prepare(**data)`: the prompts of a run on sums, or another source, drawn in this process."""
 
     def build(source=SUMS, reward=REWARD, **data):
         source = "" if "sources" in data else source
@@ -45,8 +44,7 @@ def fake(monkeypatch):
 
 @pytest.mark.slow
 def test_rows_hold_question_answer_and_what_scores_them(make_run, tiny_tokenizer):
-    """The verifier needs the entry again, task, options and metadata; nested values of several types do not survive
-    Arrow's columns, JSON text does."""
+    """The verifier needs the entry again; nested values of several types survive as JSON, not in Arrow's columns."""
     run = make_run(SUMS, REWARD, num_prompts=12, options=SHORT, test_size=2, **LONG)
     data = load_data(run, tiny_tokenizer)
     assert (len(data.train), len(data.test)) == (10, 2)
@@ -109,24 +107,13 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"min_trms": 2}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
-        ({"min_terms": 9}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
-        ({"seed": 3}, r"^data\.options\.seed: remove it"),
-    ],
-)
-def test_options_that_a_task_does_not_have(options, words):
-    """The library answers with an assert, or a TypeError."""
-    with pytest.raises(DataError, match=words):
-        make_dataset("chain_sum", options, seed=0, size=5)
-
-
-@pytest.mark.parametrize(
     ("data", "words"),
     [
         ({"source": "reasoning_gym/chain_sun"}, r"^data\.source: .*no task 'chain_sun'; the nearest: chain_sum"),
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
+        ({"options": {"min_trms": 2}}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
+        ({"options": {"min_terms": 9}}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
+        ({"options": {"seed": 3}}, r"^data\.options\.seed: remove it"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
         ({"sources": [{"source": SUMS, "options": {"x": 1}}]}, r"^data\.sources\.0\.options\.x: .*no such option"),
         (
@@ -136,8 +123,7 @@ def test_options_that_a_task_does_not_have(options, words):
     ],
 )
 def test_what_cannot_be_drawn_is_said_with_its_key(prepare, data, words):
-    """A run that hangs, or ends in a traceback of the library's, names no key. An error named keys that were not in the
-    file: those of an entry for what data said."""
+    """A traceback of the library's names no key; an error named keys that were not in the file."""
     with pytest.raises(DataError, match=words):
         prepare(**{"num_prompts": 5} | data)
 
@@ -164,9 +150,7 @@ def test_keys_that_make_no_sense(tmp_path, data, words):
 
 @pytest.mark.slow
 def test_a_seed_that_hangs_is_left_out(fake, monkeypatch):
-    """number_sequence and basic_arithmetic never come back from one seed in thousands: a run of 2,000 prompts of them
-    never started. A row without a stored answer could never be scored, nor one whose stored answer is wrong: all of
-    some tasks at some levels."""
+    """A seed that never comes back stopped a run's start; rows whose stored answer scores nothing go too."""
     monkeypatch.setattr(gym, "ROW_LIMIT_S", 1.0)
     found = fake(8, hang_at=3)
     rows = [json.loads(row)["entry"]["metadata"]["index"] for row in found.others[GYM_COLUMN]]
@@ -188,20 +172,12 @@ def test_a_process_that_dies_is_said(fake, monkeypatch):
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_said_with_its_key(fake, monkeypatch):
-    """A billion numbers to sort: the run hung before its first line. count_primes sieves when it is made: a run with a
-    large max_n stood still, without a word, for half a minute."""
+    """A billion numbers to sort, or a sieve of a large max_n: the run stood still without a word."""
     with pytest.raises(DataError, match=r"^data\.options: .*MemoryError"):
         fake(8, memory=10**13)
     monkeypatch.setattr(gym, "BUILD_LIMIT_S", 0.3)
     with pytest.raises(DataError, match=r"^data\.options: .*took more than 0\.3 s to set up .*{'build_s': 60}"):
         fake(8, build_s=60)
-
-
-def test_a_task_that_gives_no_row(prepare, monkeypatch):
-    """With num_prompts null the empty list of rows ended in an IndexError."""
-    monkeypatch.setattr(gym, "_score", lambda *_: 0.0)
-    with pytest.raises(DataError, match=r"^data\.source: .*500 questions whose .*another data\.options$"):
-        prepare()
 
 
 def test_options_go_to_the_tasks_that_they_are_written_for(prepare):
@@ -233,16 +209,21 @@ def test_rows_that_no_reward_scores(prepare, write):
     assert len(prepare(source=kept).train.rows) == len(prepare(sources=[{"source": kept}]).train.rows) == 10
 
 
-def test_without_the_library_the_command_is_named(prepare, monkeypatch):
-    """An ImportError in a child says nothing about how to install what is missing."""
+def test_what_keeps_a_task_from_being_drawn(prepare, monkeypatch):
+    """An empty list of rows was an IndexError; an ImportError in a child does not say how to install the library."""
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match=r"^data\.source: .*500 .*another data\.options$"),
+    ):
+        patch.setattr(gym, "_score", lambda *_: 0.0)
+        prepare()
     monkeypatch.setattr(gym, "is_importable", lambda name: False)
     with pytest.raises(SetupError, match=r"^data\.source: .*make reasoning-gym, or pip install"):
         prepare(num_prompts=5)
 
 
 def test_a_task_is_no_hub_id_and_has_no_demonstrations(make_run, tiny_tokenizer):
-    """owner/name is how a dataset of the hub is written: a model card linked to one that does not exist. SFT on bare
-    answers would teach a model that thinks to stop thinking. The embedded model knows no other task than addition."""
+    """owner/name is a dataset of the hub; SFT on bare answers unteaches thinking; the embedded model only adds."""
     from rloo_kit.export.formats import hub_id, public_name
     from rloo_kit.tasks.worked import load_worked
 

@@ -96,15 +96,13 @@ def test_every_task_of_the_library_is_on_one_list() -> None:
 
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=LONG)])
 def test_offered_tasks_have_sound_verifiers(rows: int) -> None:
-    """The stored answer scores 1, every kind of nonsense 0, nothing raises, and no answer is run as Python: reward for
-    nonsense is what a policy finds first, and its text must never be a program."""
+    """Reward for nonsense is what a policy finds first, and its text must never be run as a program."""
     assert {task: found for task in SOUND if (found := find_faults(task, rows))} == {}
 
 
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), pytest.param(50, marks=LONG)])
 def test_offered_tasks_draw_the_same_rows_in_another_process(run_fresh: Any, rows: int) -> None:
-    """list_functions draws some rows with the generator that all share, that of seed 74 too: a run that was resumed had
-    others."""
+    """list_functions draws some rows with the generator that all share: a resumed run had others."""
     code = f"""
 import json
 from rloo_kit.tasks.gym import SOUND, draw_rows

@@ -72,12 +72,6 @@ def test_file_is_looked_up_next_to_the_config(make_run, tmp_path, tiny_tokenizer
     assert len(load_data(run, tiny_tokenizer).train) == 1
 
 
-def test_another_ending_is_refused(make_run, write, tiny_tokenizer):
-    """A mistyped path was taken for a hub id, and the error spoke of the network."""
-    with pytest.raises(DataError, match=r"has the ending '\.txt'; supported are \.jsonl, \.csv, \.parquet"):
-        load_data(make_run(write("rows.txt", "hi\n")), tiny_tokenizer)
-
-
 BAD_JSONL = [
     ("", "has no rows"),
     (jsonl({"prompt": "a"}) + '{"prompt": \n', "line 2: broken JSON"),
@@ -106,34 +100,32 @@ BAD_CSV = [
     ("ending", "content", "text"), [("jsonl", *bad) for bad in BAD_JSONL] + [("csv", *bad) for bad in BAD_CSV]
 )
 def test_bad_rows_are_named_by_file_and_line(make_run, write, tiny_tokenizer, ending, content, text):
-    """In a file of 50,000 lines "KeyError: 'prompt'" is no help: the line is what one has to know. Line numbers are
-    those of an editor: records over several lines count all of them."""
+    """In a file of 50,000 lines the line is what one has to know, counted as an editor does."""
     path = write(f"rows.{ending}", content)
     with pytest.raises(DataError) as caught:
         load_data(make_run(path), tiny_tokenizer)
     assert str(path) in str(caught.value) and text in str(caught.value)
 
 
-def test_bad_parquet(make_run, write, tmp_path, tiny_tokenizer):
-    """A Parquet file that is a failed download (an HTML page, or nothing) must be named."""
-    with pytest.raises(DataError, match=r"rows.parquet is not a Parquet file that can be read"):
-        load_data(make_run(write("rows.parquet", "<html>")), tiny_tokenizer)
-    path = tmp_path / "nulls.parquet"
-    datasets.Dataset.from_dict({"prompt": ["a", None]}).to_parquet(path)
-    with pytest.raises(DataError, match=r"nulls.parquet, row 2: the prompt is of type NoneType"):
-        load_data(make_run(path), tiny_tokenizer)
-
-
 def test_files_that_cannot_be_read(make_run, tmp_path, tiny_tokenizer):
-    """A spreadsheet saves Latin-1 by default. A disk that fails, or a file of another user: /proc/self/mem is a file
-    whose reading fails, for root too."""
+    """A spreadsheet's Latin-1, a broken disk, another ending, a failed download, a folder of `save_to_disk`."""
     path = tmp_path / "rows.csv"
     path.write_bytes(b"prompt\n" + b"coffee\n" * 9_000 + "café\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"rows.csv, line 9002: not UTF-8 text \(.*\). Save the file as UTF-8."):
         load_data(make_run(path), tiny_tokenizer)
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
-    with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
-        load_data(make_run(tmp_path / "rows.jsonl"), tiny_tokenizer)
+    (tmp_path / "rows.txt").write_text("hi")
+    (tmp_path / "rows.parquet").write_text("<html>")
+    datasets.Dataset.from_dict({"prompt": ["a", None]}).to_parquet(tmp_path / "nulls.parquet")
+    for name, message in (
+        ("rows.jsonl", "cannot be read: Input/output error"),
+        ("rows.txt", r"has the ending '\.txt'; supported are \.jsonl, \.csv, \.parquet"),
+        ("rows.parquet", "is not a Parquet file that can be read"),
+        ("nulls.parquet", "row 2: the prompt is of type NoneType"),
+        (".", r"is a folder; name a file in it \(\.jsonl, \.csv, \.parquet\).*save_to_disk"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_data(make_run(tmp_path / name), tiny_tokenizer)
 
 
 def test_bad_rows_in_python(make_run, tiny_tokenizer):
@@ -169,8 +161,7 @@ def test_missing_answer_column(make_run, write, tiny_tokenizer):
 
 
 def test_answer_after_a_marker(make_run, tiny_tokenizer):
-    """A demonstration as the gold answer can never be matched: gsm8k's follows the last ####. Null has no marker; an
-    answer that lacks it is a broken one, whatever the rewards are."""
+    """gsm8k's answer follows the last ####; null has no marker, and another answer without it is a broken one."""
     rows = [{"prompt": "a", "answer": "#### is 3, so\n#### 1,234 "}, {"prompt": "b", "answer": None}]
     run = make_run(reward=BOTH, answer_after="####")
     assert load_data(run, tiny_tokenizer, rows=rows).train["answer"][:] == ["1,234", None]
@@ -181,8 +172,7 @@ def test_answer_after_a_marker(make_run, tiny_tokenizer):
 
 
 def test_rows_drawn_here_and_there_are_a_table_of_their_own(make_run, tiny_tokenizer):
-    """Each row was a view that kept, and pickled, the column of all rows: datasets, which hashes a table by its pickle,
-    took 24 GB for 1,000 held-out rows of reasoning-gym."""
+    """Each row kept, and pickled, the column of all rows: hashing 1,000 held-out rows took 24 GB."""
     rows = [{"prompt": f"{number}?", "answer": "1", "extra": f"{number:0200}"} for number in range(400)]
     data = load_data(make_run(test_size=100), tiny_tokenizer, rows=rows)
     for part in (data.train, data.test):
@@ -241,16 +231,16 @@ def prompts_of(data: Data) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(("size", "held_out"), [(5, 5), (0.25, 5), (0.01, 1), (0, 0)])
 def test_split_sizes(make_run, tiny_tokenizer, size, held_out):
-    """A whole number is prompts, a share is a share (of few prompts at least one: it was none, and `evaluate` had
-    nothing to measure on), and nothing is nothing."""
+    """A whole number is prompts, a share is a share (of few prompts at least one), and nothing is nothing."""
     train, test = prompts_of(load_data(make_run(test_size=size), tiny_tokenizer, rows=ROWS))
     assert (len(train), len(test)) == (20 - held_out, held_out)
     assert not set(train) & set(test) and len({*train, *test}) == 20
+    with pytest.raises(DataError, match="different prompts, and data.test_size=20 .* none is left.* data.test_source"):
+        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
 
 
 def test_split_with_repeated_prompts(make_run, tiny_tokenizer):
-    """A split by rows put copies of a prompt on both sides, and held-out accuracy measured memory. White space does not
-    make another prompt."""
+    """A split by rows put copies of a prompt, or the same with other spaces, on both sides."""
     rows = [{**row, "prompt": row["prompt"] + " " * (copy % 2)} for row in ROWS for copy in range(4)]
     data = load_data(make_run(test_size=6), tiny_tokenizer, rows=rows)
     train, test = ({prompt.replace("= <", "=<") for prompt in side} for side in prompts_of(data))
@@ -266,8 +256,7 @@ def test_split_with_repeated_prompts(make_run, tiny_tokenizer):
 
 
 def test_split_by_what_the_model_reads(make_run, write, tiny_tokenizer):
-    """With `data.system_prompt`, rows that carry the same system message themselves stood in training and test: 16 of
-    20 held-out prompts had been trained on."""
+    """Rows that carry data.system_prompt themselves stood in training and test: 16 of 20 were trained on."""
     system = "Answer briefly."
     asked = [f"what is {number}+1?" for number in range(20)]
     talks = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in asked]
@@ -295,8 +284,7 @@ def test_twins_of_a_prompt():
 
 
 def test_the_split_is_always_the_same(make_run, tiny_tokenizer):
-    """Another split after a restart would measure on prompts that were trained on; the seed of Python's hashes, which
-    changes with each process, must have no say (the expected prompts are written down here)."""
+    """Another split after a restart would measure on prompts that were trained on, by the seed of Python's hashes."""
     first = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
     again = load_data(make_run(test_size=5), tiny_tokenizer, rows=ROWS)
     assert prompts_of(first) == prompts_of(again)
@@ -305,15 +293,8 @@ def test_the_split_is_always_the_same(make_run, tiny_tokenizer):
     assert train == [rendered(row["prompt"]) for row in ROWS if rendered(row["prompt"]) in train]
 
 
-def test_nothing_left_to_train_on(make_run, tiny_tokenizer):
-    """`test_size: 1000` on a file of 20 rows gave an empty training set, and a trainer that fell over it."""
-    with pytest.raises(DataError, match="different prompts, and data.test_size=20 .* none is left.* data.test_source"):
-        load_data(make_run(test_size=20), tiny_tokenizer, rows=ROWS)
-
-
 def test_the_file_s_own_names_and_the_question_reach_the_rewards(make_run, write, tiny_tokenizer):
-    """A published reward asks for `problem` and `solution`; named in `data`, they were gone, and the question was only
-    inside the rendered prompt. Values that Arrow cannot store in one column must not refuse what was accepted."""
+    """A published reward's `problem` and `solution` were gone, and the question was only inside the prompt."""
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
     for second, kept in (("b", ["a", "b"]), (talk, None)):
         path = write("rows.jsonl", jsonl({"problem": "a", "solution": "x #### 1"}, {"problem": second, "solution": 2}))
@@ -343,8 +324,7 @@ TALK += [{"role": "user", "content": ASKED}]
 def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message(
     make_run, write, tiny_tokenizer, tmp_path, prompt, kind
 ):
-    """SQuAD has a column `question` next to a prompt with passage and question: a judge, a reward that reads messages
-    and a reward model of another template got the question without its passage, an observation went behind it."""
+    """SQuAD's `question` lacks the passage that its prompt has: judges and reward models never saw it."""
     rows = [{"prompt": prompt, "question": "Where from?", "answer": "Norway"}]
     path = write("squad.jsonl", jsonl(*rows))
     if kind == "parquet":
@@ -370,8 +350,7 @@ def test_a_column_question_of_the_file_s_own_is_not_taken_for_the_user_s_message
 
 
 def test_only_sources_with_a_column_question_get_another_for_the_user_s_message(make_run, write, tiny_tokenizer):
-    """In a mix a column is there for all rows: those of a source without it have the user's message in both. Whatever
-    has no such column stays as it was, and a column `user_message` is its owner's."""
+    """In a mix rows without such a column have the user's message in both; a column `user_message` stays."""
     squad = write("squad.jsonl", jsonl({"prompt": ASKED, "question": "Where from?", "answer": "Norway"}))
     sums = write("sums.jsonl", jsonl({"prompt": "1+1=", "answer": "2"}))
     talks = write("talks.jsonl", jsonl({"question": TALK, "answer": "Norway"}))
@@ -394,8 +373,7 @@ NULLS = {"null.jsonl": None, "blank.jsonl": " ", "nan.jsonl": float("nan")}
 
 @pytest.mark.parametrize("name", [*NULLS, "rows.csv", "rows.parquet"])
 def test_rows_without_an_answer(make_run, write, tmp_path, tiny_tokenizer, capsys, name):
-    """A file of sums and of free texts was refused for the answers of the texts, which no reward needs. A null is
-    empty in CSV, null or NaN in JSON and Parquet."""
+    """A file of sums and free texts was refused for answers that no reward needs; nulls differ by format."""
     if name == "rows.csv":
         path = write(name, "prompt,answer\na,1\nb,\n")
     elif name == "rows.parquet":
@@ -421,12 +399,8 @@ def test_a_column_without_one_answer_is_no_column_of_answers(make_run, tiny_toke
     with pytest.raises(DataError, match=r"no row has an answer.*data\.answer_column"):
         load_data(make_run(reward=BOTH), tiny_tokenizer, rows=rows)
     assert load_data(make_run(), tiny_tokenizer, rows=rows).train["answer"][:] == [None, None]
-
-
-def test_a_reward_without_weight_gives_no_row_a_reward(make_run, tiny_tokenizer):
-    """A reward of weight 0 is only a metric: with it alone, rows without an answer would earn nothing at all."""
     run = make_run(reward=BOTH)
-    run.rewards[1].weight = 0.0
+    run.rewards[1].weight = 0.0  # only a metric: rows without an answer would earn nothing at all
     with pytest.raises(DataError, match="the list of rows, row 2: no answer, and each reward with a weight compares"):
         load_data(run, tiny_tokenizer, rows=[{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}])
 

@@ -12,15 +12,8 @@ from tests.data.conftest import BOTH, jsonl, plain
 SUMS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(20)]
 
 
-def test_folders_that_are_none(make_run, tmp_path, tiny_tokenizer):
-    """`save_to_disk` is how people keep what they made with `datasets`: the error has the way to a file."""
-    with pytest.raises(DataError, match=r"is a folder; name a file in it \(\.jsonl, \.csv, \.parquet\).*save_to_disk"):
-        load_data(make_run(tmp_path), tiny_tokenizer)
-
-
 def test_a_test_file(make_run, write, tiny_tokenizer, capsys):
-    """Benchmarks come with a test set; one that was made by hand from the training file shared prompts with it. The
-    default share of data.test_size must not halve a test set that somebody chose."""
+    """A hand-made test set shared prompts with training; data.test_size's default must not halve a chosen one."""
     train = write("train.jsonl", jsonl(*SUMS))
     test = write("test.csv", "prompt,answer,note\n3+1=,4,x\n 3+1=,4,y\n100+1=,101,z\n7+1=,8,z\n")
     data = load_data(make_run(train, test_source=str(test), test_size=0.1), tiny_tokenizer)
@@ -98,8 +91,7 @@ def test_a_test_source_is_something_to_measure_on(make_run):
 
 
 def test_a_mix(make_run, write, tmp_path, tiny_tokenizer, capsys):
-    """Two tasks in one run, three rows of one for each of the other, each source with its own columns: rewards know a
-    row's task by `source`, and columns that a source lacks are null."""
+    """Each source has its share and its own columns: `source` is a row's task, and what a source lacks is null."""
     sums = write("sums.jsonl", jsonl(*SUMS))
     texts, words = tmp_path / "texts.parquet", list(range(30))
     datasets.Dataset.from_dict({"q": [f"Write {n} words" for n in words], "words": words}).to_parquet(texts)

@@ -75,8 +75,7 @@ def test_a_thinking_models_completion_follows_the_open_tag(make_run):
 
 
 def test_other_families(make_run):
-    """A hybrid model opens its thinking itself, unless its prompt does (Qwen3.5-4B), and must not learn a second tag.
-    One that does not think learns the answer alone."""
+    """A hybrid model opens its thinking itself, unless its prompt does; one that does not think learns the answer."""
     hybrid = build_tokenizer("instruct")
     hybrid.chat_template = HYBRID.replace("{% endif %}", "{% else %}<think>\n{% endif %}")
     assert texts(make_run(), hybrid)[0] == f"{PROMPT}<think>\n|so\n</think>\n\n1<|im_end|>"
@@ -121,8 +120,7 @@ def test_what_is_left_out_is_counted(make_run):
 
 
 def test_the_empty_column_is_named(make_run):
-    """A table with thinking in one column and answers in another ended in "1198 rows without a demonstration", and its
-    owner looked for the fault in the wrong column. A column that is mostly empty is a wrong key."""
+    """The error "1198 rows without a demonstration" sent a table's owner to the wrong column."""
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "work": "so" if n < 2 else "", "note": None} for n in range(10)]
     tokenizer, columns = build_tokenizer("thinking"), {"completion_column": "answer", "thinking_column": "work"}
     (note,) = load_worked(make_run(rows, **columns), tokenizer, ()).notes
@@ -204,8 +202,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["untaught", "smollm2/tools"])
 def test_turns_with_tools_are_those_of_a_rollout(make_run: Any, tools: tuple[str, ...], thinks: bool) -> None:
-    """A demonstration that was rendered whole had other ids between its turns than the rollouts that were to follow
-    it, and its results were imitated."""
+    """Rendered whole, a demonstration had other ids than rollouts have, and its results were imitated."""
     tokenizer = build_tokenizer("untaught" if thinks else "instruct")
     if not thinks:
         tokenizer.chat_template = SMOLLM2_TOOLS
@@ -264,8 +261,7 @@ def test_turns_that_no_rollout_has_are_refused(make_run, tools, talk, message):
 
 @pytest.mark.parametrize("kind", ["parquet", "dataset", "pandas", "jsonl"])
 def test_nulls_of_arrow_are_not_imitated(make_run, tools, tmp_path, kind):
-    """Arrow gives each object of a column the keys of all of them: calls were imitated with arguments of other tools.
-    A null in a JSON file is the user's."""
+    """Arrow gives each object the keys of all: calls were imitated with arguments of other tools."""
     by_line = [
         {"a": "2", "b": "3"}, {"a": "2", "b": None}, {"c": {"e": [{"f": None, "g": "1"}, None]}}, {"c": {"h": "1"}}
     ]  # fmt: skip

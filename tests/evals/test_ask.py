@@ -130,8 +130,7 @@ def test_what_the_model_reads(question, system, prompt, asked, trained):
 
 
 def test_the_base_is_the_model_without_its_adapter(trained):
-    """Compared with itself, a trained run would look as if it had changed nothing; the adapter is active again
-    afterwards."""
+    """Compared with itself a trained run would look unchanged; the adapter is active again afterwards."""
     run, policy = trained
     given = ask(run, policy, "1+2=", base=True, temperature=0)
     plain = ask(run, policy, "1+2=", temperature=0)
@@ -168,8 +167,7 @@ def test_control_characters_of_a_model_stay_symbols(trained, monkeypatch):
 
 
 def test_folders_of_weights_are_asked_like_their_run(run_folder, trained, tmp_path):
-    """`ask` works on the output of `export`, an adapter or a merged model: with the run's configuration inside, found
-    above, or without it."""
+    """`ask` works on what `export` writes: with the run's configuration inside, above, or without it."""
     run, policy = trained
     wanted = ask(run, policy, "1+2=", temperature=0)
     assert ask(*load_trained(run_folder / "adapter"), "1+2=", temperature=0).thinking == wanted.thinking
@@ -255,8 +253,7 @@ def tools(tmp_path_factory) -> Path:
     ids=["one call", "two calls", "no call that can be read"],
 )
 def test_each_turn_is_shown_with_its_calls_and_results(trained, tools, tiny_tokenizer, monkeypatch, turns, shown):
-    """Read as one text, the second turn's thinking was part of the first one's answer and results were the model's
-    words."""
+    """As one text, the second turn's thinking was the first one's answer, and results were the model's words."""
     run, policy = trained
     run, policy = run.model_copy(deep=True), replace(policy, tokenizer=with_tools(tiny_tokenizer))
     run.rloo.tools, run.rloo.max_completion_length, run.model.max_seq_length = [f"{tools}:add"], 380, 512
@@ -294,8 +291,7 @@ def command(*words):
 
 @pytest.mark.slow
 def test_a_question_comes_through_a_pipe_and_json_is_alone_on_stdout(run_folder):
-    """`echo "1+2=" | rloo-kit ask RUN` has no terminal to ask at; an empty pipe is not a question. A library's line
-    in front of an object breaks any program that reads it."""
+    """A pipe has no terminal to ask at, an empty one no question; nothing is printed before the JSON."""
     words = command(run_folder, "--json", "--base", "--budget", "2", "--temperature", "0")
     done = subprocess.run(words, input="1+2=\n", capture_output=True, text=True, timeout=120)
     (found,) = map(json.loads, done.stdout.splitlines())

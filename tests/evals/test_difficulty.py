@@ -146,13 +146,6 @@ def test_too_few_prompts_are_refused_with_the_numbers(policy, folder, sampled):
         select_prompts(run, policy, make_dataset(["7"] * 7), folder)
 
 
-def test_without_answers_nothing_can_be_measured(policy, folder):
-    """Every prompt of a dataset without answers would count as never solved."""
-    dataset = make_dataset(["7"] * 3).remove_columns("answer")
-    with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
-        select_prompts(make_run(), policy, dataset, folder)
-
-
 @pytest.mark.slow
 def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     """Through `train`: skipped prompts are never sampled in training, and a resume continues with the same prompts."""
@@ -182,8 +175,7 @@ def test_training_takes_the_chosen_prompts(start, tmp_path, sampled):
     ],
 )
 def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
-    """A prompt that is always solved gives as little signal as one that never is; the mean pass rate alone shows
-    neither."""
+    """A prompt that is always solved gives as little signal as one that never is; the mean shows neither."""
     signal = Signal(rates, 8)
     assert signal.verdict == verdict and word in str(signal)
     assert signal.num_mixed == sum(rate not in (0.0, 1.0) for rate in rates)
@@ -191,8 +183,7 @@ def test_the_verdict(rates: list[float], verdict: str, word: str) -> None:
 
 
 def test_it_samples_as_rloo_does(policy: Any) -> None:
-    """The policy sometimes answers 7 or 8, so a prompt is sometimes solved if one of them is the answer, and else
-    never."""
+    """The policy sometimes answers 7 or 8: a prompt is sometimes solved if that is the answer, and else never."""
     run = make_run(difficulty_samples=0)
     run.rloo.per_device_train_batch_size = run.rloo.num_generations = 32
     data = SimpleNamespace(train=make_dataset(["7", "9", None, "8", "7"]))
@@ -211,3 +202,5 @@ def test_without_a_reward_that_compares_answers_there_is_no_pass_rate(policy: An
     assert measure_signal(run, policy, SimpleNamespace(train=train), 3) is None
     with pytest.raises(ConfigError, match="rollout.difficulty_samples=0"):
         select_prompts(run, policy, train, folder)
+    with pytest.raises(ConfigError, match=r"no column 'answer' .*data\.answer_column.*rollout\.difficulty_samples=0"):
+        select_prompts(make_run(), policy, train.remove_columns("answer"), folder)

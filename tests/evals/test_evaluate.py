@@ -69,8 +69,7 @@ def make_dataset(answers: list[str | None] | None = None) -> Any:
 
 
 def digits_policy(make_policy: Callable[..., Any], family: str = "thinking") -> Any:
-    """Writes digits, sometimes a closing tag or an end token; the instruct one has a template that opens no
-    thinking."""
+    """Writes digits, sometimes a closing tag or an end; the instruct one's template opens no thinking."""
     bias = dict.fromkeys(range(15, 25), 10.0) | {THINK_END: 11.0 if family == "thinking" else -100.0, TURN_END: 10.0}
     policy = make_policy(family, bias, initializer_range=0.4)
     if family == "instruct":
@@ -88,8 +87,7 @@ def answers_of(policy: Any, **options: Any) -> list[str]:
 
 
 def test_accuracy_counts_the_right_answers(make_run, make_policy):
-    """The right answers are the policy's own for some prompts and impossible ones for the others, so the accuracy is
-    known exactly; sampled and greedy completions are judged separately."""
+    """Right answers are the policy's own for some prompts, impossible for the others: accuracy is known exactly."""
     policy = digits_policy(make_policy, "instruct")
     sampled, greedy = answers_of(policy), answers_of(policy, temperature=0)
     for own in (sampled, greedy):
@@ -97,13 +95,14 @@ def test_accuracy_counts_the_right_answers(make_run, make_policy):
         measured = evaluate(make_run(), policy, make_dataset(gold))
         expected = [float(a != "" and g == a) for a, g in zip(own, gold, strict=True)]
         assert 2 <= sum(expected) <= 8
+        assert measured.closed_share is None and measured.mean_thinking_tokens is None, "it never thinks"
+        assert [(one["thinking"], one["answer"]) for one in measured.samples] == [("", text) for text in sampled[:10]]
         found = measured.measures["accuracy" if own is sampled else "greedy_accuracy"]
         assert found == replace(wilson(sum(expected) / NUM_PROMPTS, NUM_PROMPTS), per_prompt=expected)
 
 
 def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
-    """Of two tasks in one file only one has right answers. Counted as wrong, the other's rows kept accuracy below one
-    half. Every accuracy is over the rows with an answer, and the table gives their number."""
+    """Counted as wrong, rows of a task without answers kept accuracy below one half."""
     policy = digits_policy(make_policy)
     gold = [answer or "none" for answer in answers_of(policy)]
     options = {"num_samples": 2, "pass_at_k": [2], "thinking_budgets": [2]}
@@ -125,18 +124,6 @@ def test_prompts_without_an_answer_are_not_wrong(make_run, make_policy):
     for before in (part, whole):
         change = compare(before, part).changes["accuracy"]
         assert change.paired and change.difference.count == len(judged) and change.difference.value == 0
-
-
-def test_model_that_never_thinks(make_run, make_policy):
-    """For an instruct model the whole completion is the answer, and a closed share would be meaningless."""
-    policy = digits_policy(make_policy, "instruct")
-    gold = answers_of(policy, num_samples=4)[::4]
-    measured = evaluate(make_run(num_samples=4, greedy=False), policy, make_dataset([text or "0" for text in gold]))
-    assert measured.value("accuracy") > 0.1
-    assert measured.closed_share is None and measured.mean_thinking_tokens is None
-    assert [sample["thinking"] for sample in measured.samples] == [""] * 10
-    assert [sample["answer"] for sample in measured.samples] == gold[:10]
-    assert [sample["correct"] for sample in measured.samples] == [text != "" for text in gold[:10]]
 
 
 def test_without_answers_accuracy_is_none(make_run, make_policy):
@@ -178,8 +165,7 @@ def test_shares_and_lengths(make_run, make_policy):
 
 
 def test_forced_and_unforced_accuracy_apart(make_run, make_policy):
-    """A single accuracy at a budget hides whether the closed completions are the wrong ones. The same numbers by
-    hand."""
+    """A single accuracy at a budget hides whether the closed completions are the wrong ones."""
     policy = digits_policy(make_policy)
     limits = make_budget_limits(policy.tokenizer, policy.tags, 6, 2, 3)
     found = generate_completions(policy, make_dataset()["prompt"][:], limits)
@@ -248,8 +234,7 @@ REWARDS = [{"name": "length_reward", "weight": 0.5}, {"name": "thinking_reward",
 
 
 def test_held_out_reward_is_that_of_training(make_run, make_policy):
-    """A run with custom rewards had "no accuracy to compare". The same numbers by hand: weighted sum and each reward,
-    as means over prompts; no accuracy without answers."""
+    """A run with custom rewards had "no accuracy to compare": weighted sum and each reward, as means over prompts."""
     run, policy = make_run(REWARDS, num_samples=4), digits_policy(make_policy)
     found = evaluate(run, policy, make_dataset())
     completions = generate_completions(policy, make_dataset()["prompt"][:], 6, num_samples=4, seed=0)
@@ -269,8 +254,7 @@ def test_held_out_reward_is_that_of_training(make_run, make_policy):
 
 
 def test_rewards_are_called_as_training_calls_them(make_run, make_policy):
-    """A reward that reads a column, the forced flag or the trainer's state failed in evaluation but not in a
-    rollout."""
+    """A reward that reads a column, the forced flag or the state failed in evaluation, not in a rollout."""
     calls = []
 
     def watching(prompts, completions, completion_ids, **columns):
@@ -327,8 +311,7 @@ def sentence(completions, answer, **_):
 
 
 def test_an_own_reward_leads_and_exact_match_is_called_that(make_run, make_policy):
-    """The judge was the default answer reward, which the run did not have: a sentence with the right answer was wrong
-    in the table, in each sample, and at temperature 0, where the reward was not measured at all."""
+    """Judged by a reward that the run did not have, right sentences were wrong in the table and each sample."""
     policy = digits_policy(make_policy)
     rows = make_dataset(["7"] * NUM_PROMPTS)
     run = make_run([{"name": "length_reward"}])
@@ -463,8 +446,7 @@ def counter(tmp_path_factory):
 
 @pytest.fixture
 def episodes(make_policy, tiny_tokenizer, counter, monkeypatch):
-    """`episodes(script, **eval)`: a run with an environment, its policy, whose turns are scripted by row, and three
-    rows that start it at 0, 100 and 200 and whose right answer is 7."""
+    """`episodes(script, **eval)`: a run with an environment, a scripted policy, three rows; 7 is right."""
 
     def build(script: list[list[str]], **values: Any) -> tuple[RunConfig, Any, Any]:
         tokenizer = with_tools(tiny_tokenizer)
@@ -485,8 +467,7 @@ def episodes(make_policy, tiny_tokenizer, counter, monkeypatch):
 
 
 def test_an_episode_is_judged_by_its_last_turn_and_its_own_environment(episodes, capsys):
-    """Rewards run in chunks of two completions, after the whole batch was sampled: taken from the front each time, the
-    environments of the first prompt would be everybody's. A result that holds the right answer is not an answer."""
+    """Rewards run in chunks: taken from the front each time, the first environments would be everybody's."""
     script = [
         [call("add", a=7), "so</think>7"],
         [call("add", a=1), call("add", a=2), "</think>8"],
@@ -517,8 +498,7 @@ def test_an_episode_is_judged_by_its_last_turn_and_its_own_environment(episodes,
 
 
 def test_pass_rates_of_episodes_are_by_what_starts_them(episodes):
-    """All rows of an environment may have one prompt and one answer; measured once, the first row's rate was all
-    rows'."""
+    """All rows of an environment may have one prompt: the first row's rate was all rows'."""
     run, policy, dataset = episodes([["</think>7"], ["</think>7"], ["</think>7"], ["</think>8"], ["</think>8"], [""]])
     found = measure_pass_rates(run, policy, dataset, dataset["answer"][:], 2)
     assert found == [1.0, 0.5, 0.0]

@@ -64,8 +64,7 @@ def measure(run: RunConfig, base: list[str], after: list[str], **columns: list[s
 
 
 def test_wins_ties_and_losses_against_the_base(server: JudgeServer, tmp_path: Path) -> None:
-    """Guards against a win rate that is not one: equal answers tie without a call, an answer that is missing loses, the
-    judge sees the question and not the template, and before training it is one half by definition."""
+    """Guards against a win rate that is not one: ties cost no call, a missing answer loses, before is one half."""
     base = ["fair", "fair", "fair", "", "fair", "poor a"]
     before, after = measure(make_run(tmp_path, server.url), base, ["good", "poor", "fair", "good", "", "poor b"])
     assert before.measures["win_rate"].per_prompt == [0.5] * 6 and before.value("win_rate") == 0.5
@@ -167,8 +166,7 @@ def test_the_agreement_is_of_what_was_asked(server: JudgeServer, tmp_path: Path)
 def test_a_judge_that_fails_is_a_warning_and_no_loss(
     server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a finished run that loses its evaluation because the judge is down, and against losses by default:
-    what was not compared does not count."""
+    """Guards against an evaluation that is lost with its judge, and against losses by default."""
     server.fault = lambda number, text: "400" if "question 1\n" in text else None
     run = make_run(tmp_path, server.url)
     _, after = measure(run, ["fair"] * 4, ["good"] * 4)

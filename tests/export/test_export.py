@@ -1,7 +1,4 @@
-"""Whole exports: made, loaded by the programs that they are for, certified, published or refused.
-
-`tests/with_vllm/test_export.py` has the target vllm in real vLLM.
-"""
+"""Whole exports: loaded by the programs that they are for, certified, published or refused; vLLM: `with_vllm/`."""
 
 import json
 import os
@@ -179,8 +176,7 @@ def change_weight(file: Path) -> None:
 def test_a_tampered_export_is_refused(
     embedded_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, message: str
 ) -> None:
-    """One weight changed after the tensors had been read back: the program that loads it shows it, and nothing is
-    published. A GGUF that llama.cpp cannot read ends its process, which must not be the export's."""
+    """One weight changed after the read-back shows; a GGUF that llama.cpp cannot read must not end the export."""
 
     def tamper(job: Any) -> Any:
         written = WRITERS["gguf"](job)
@@ -243,8 +239,7 @@ def test_the_command_publishes_once_and_says_what_it_did(make_run: Callable[...,
     ],
 )
 def test_vllm_serves_the_model_as_it_was_trained(config: str, family: str, switch: bool | None, parser: str) -> None:
-    """Every model that thinks was served with Qwen3's parser, a distillation of DeepSeek-R1 for one. A hybrid model
-    trained without thinking was served with it, its template's default."""
+    """Every model that thinks was served with Qwen3's parser, and hybrids without thinking with it."""
     model = {"name": "my-model", "max_seq_length": 4096, "enable_thinking": switch}
     sections = {"data": {"source": "x.jsonl"}, "rewards": [{"name": "length_reward"}], "rloo": {"max_steps": 1}}
     run = RunConfig.model_validate({"model": model} | sections)

@@ -94,8 +94,7 @@ def render(policy: Any, chat: list[dict[str, str]]) -> str:
 
 
 def test_each_layout_has_its_modelfile(trained: Any) -> None:
-    """SmolLM2's template opens with a system message of its own, which was no reason to write none; without a template
-    Ollama would take the file's chat template, and complete another text than the trained one."""
+    """SmolLM2's template opens with a system message; without a template Ollama would take the file's own."""
     run, policy, _, _ = trained
     config = AutoConfig.for_model("llama", vocab_size=49152)
     own = GenerationConfig(do_sample=True, temperature=0.2, top_p=0.9, eos_token_id=policy.tokenizer.eos_token_id)

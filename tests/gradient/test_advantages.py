@@ -8,13 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo_kit.gradient.advantages import (
-    AdvantageSettings,
-    combine_rewards,
-    kl_charge,
-    kl_to_go,
-    make_advantages,
-)
+from rloo_kit.gradient.advantages import AdvantageSettings, combine_rewards, kl_charge, kl_to_go, make_advantages
 from tests.choices import choices
 
 BASELINES, KL_FORMS = choices("baseline"), choices("kl_form")
@@ -22,8 +16,7 @@ NAN = float("nan")
 
 
 def test_a_reward_that_is_only_logged_scores_nothing():
-    """With `weight: 0.0` for a reward that always applies, a completion without another reward had the score 0 in the
-    baselines of its group: 14 of 64 completions moved the policy by it."""
+    """With a reward of `weight: 0.0`, 14 of 64 completions without another reward moved the policy."""
     rewards = torch.tensor([[NAN, 1.0], [-1.0, 1.0], [NAN, NAN], [1.0, NAN]])
     found = combine_rewards(rewards, torch.tensor([2.0, 0.0]))
     assert found.isnan().tolist() == [True, False, True, False] and found[[1, 3]].tolist() == [-2.0, 2.0]
@@ -74,9 +67,7 @@ def standardise(values):
 @pytest.mark.parametrize("option", ["plain", "normalize_advantages", "scale_rewards"])
 @pytest.mark.parametrize(("baseline", "form"), list(itertools.product(BASELINES, KL_FORMS)))
 def test_advantages_equal_plain_python(baseline, form, option):
-    """Penalty, baseline, deviation and normalising meet in one place, which trains and is logged; each alone is easily
-    right. The deviation is that of the task's part alone, so that beta counts in deviations as it does in GRPO, whose
-    KL is no part of the advantage. Divided with it, the KL's noise in a solved group was trained as advantages of 1."""
+    """Penalty, baseline, deviation and normalising meet in one place; the deviation is of the task's part alone."""
     generator, beta = random.Random(2), 0.3
     settings = AdvantageSettings(beta, form, baseline)
     if option != "plain":

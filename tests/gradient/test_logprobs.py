@@ -37,10 +37,7 @@ def _both(tensors, targets, trained, temperature=0.7):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("head_is_trained", [False, True])
 def test_values_and_gradients_equal_the_plain_softmax(with_bias, head_is_trained, small_tiles):
-    """A head with its own backward pass is useless if one of its three gradients is off.
-
-    A frozen head takes another way than a trained one, and both sum over tiles of the vocabulary.
-    """
+    """A frozen head takes another way than a trained one, and both sum over tiles of the vocabulary."""
     torch.manual_seed(0)
     tensors = [torch.randn(37, 12, dtype=torch.float64), torch.randn(51, 12, dtype=torch.float64)]
     tensors.append(torch.randn(51, dtype=torch.float64) if with_bias else None)

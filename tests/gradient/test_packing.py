@@ -141,8 +141,7 @@ def with_gradients(out: torch.Tensor, states: list[torch.Tensor]) -> list[torch.
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("kernel", "heads"), [(kernel_2_11, (4, 4)), (kernel_2_11, (4, 2)), (kernel_2_13, (4, 2))])
 def test_one_call_equals_the_buckets_with_every_torch(kernel, heads, checkpointed, monkeypatch):
-    """torch 2.11's kernel has no `enable_gqa`: it was never used there. The kernel takes a GPU; its arguments and the
-    way back are checked with stand-ins."""
+    """torch 2.11's kernel has no `enable_gqa`; its arguments and the way back are checked with stand-ins."""
     laid, plan = make_plan()
     states = random_states(laid.input_ids.numel(), *heads)
     expected = with_gradients(packing.attend_by_plan(*states, plan, 0.3), states)

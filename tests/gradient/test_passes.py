@@ -99,9 +99,7 @@ ALL_WAYS, SOME_WAYS = "some unscored", [("fast", 8, 1), ("fast", 2, 10_000), ("l
     "method", [pytest.param(name, marks=() if name == "a tied group" else pytest.mark.slow) for name in METHODS]
 )
 def test_every_way_of_computing_makes_one_gradient(method, step):
-    """What is scored first, how many rows at once and how a batch is split is a matter of memory; the small GPUs that
-    need `low` cannot run the other modes to compare. A deviation or a count of tokens of one pass, or of one
-    micro-step, trains too, and is another method."""
+    """How a batch is split is a matter of memory; a deviation or count of one pass is another method."""
     reward, options = METHODS[method]
     expected, trainer = step(reward, memory="balanced", tokens_per_pass=40, **options)
     rows = trainer.state.log_history[0]
@@ -121,9 +119,7 @@ def test_every_way_of_computing_makes_one_gradient(method, step):
 
 @pytest.mark.slow
 def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(step):
-    """The layers run again in the backward pass, after the trainer has gone on: with the plan and the attention of the
-    forward pass, or the gradient is that of another model. Checkpointed embeddings without a gradient left an adapter
-    untrained, without an error."""
+    """The layers run again with the plan and attention of the forward pass; embeddings keep their gradient."""
     expected, _ = step(memory="balanced", gradient_checkpointing=False)
     plain = {"gradient_checkpointing": False}
     again, twice = (
@@ -140,8 +136,7 @@ def test_checkpoints_and_the_fall_back_to_padded_rows_make_the_same_gradient(ste
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["balanced", "low"])
 def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
-    """In the order of the rollout a pass was as long as its longest row: models that cannot be packed, every hybrid of
-    today, computed mostly padding."""
+    """In the order of the rollout a pass was as long as its longest row: mostly padding."""
     expected, _ = step(memory=memory)
     seen: list[list[int]] = []
     plain = RLOOStep._settled_pass
@@ -162,8 +157,7 @@ def test_padded_rows_of_one_length_share_a_pass(memory, step, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_all_passes_of_a_rollout_have_one_layout(memory, step, monkeypatch):
-    """With `memory: low` a pass is one sequence, which spares nothing. Were each pass to choose for itself, the policy
-    would be compared with log-probabilities that another kernel has rounded."""
+    """Were each pass to choose its layout, the policy would be compared with another kernel's rounding."""
     from rloo_kit.gradient import scorer as module
 
     layouts: list[str] = []
@@ -193,8 +187,7 @@ def test_fast_scores_the_policy_once(step):
 
 
 def test_a_step_without_any_signal_moves_momentum_and_says_how_sure_the_policy_is(step):
-    """TRL has gradients of 0 there, and Adam goes on; with none at all the optimizer would leave the weights. A
-    collapsed policy is the likeliest reason, and its entropy was not in the log."""
+    """TRL has gradients of 0 there, and Adam goes on; the entropy, the likeliest reason, was not in the log."""
     found, tied_everywhere = step(lambda completion_ids, **_: [1.0] * len(completion_ids), beta=0.0)
     assert all(not graph for _, graph in tied_everywhere.passes_seen), "nothing is trained"
     assert found.numel() > 0 and found.abs().sum() == 0.0
@@ -215,8 +208,7 @@ def test_a_step_without_any_signal_moves_momentum_and_says_how_sure_the_policy_i
     ],
 )
 def test_a_step_is_the_same_from_one_rollout_or_from_several(reward, options, step):
-    """The configs for a GPU made a step of four rollouts, each a call of the engine; one call has to train the same,
-    and to hold no larger graph."""
+    """The configs for a GPU made a step of four rollouts; one call trains the same, with no larger graph."""
     options = {"steps": 2, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 1} | options
     several, trainer = step(reward, steps_per_generation=4, **options)
     one, whole = step(reward, **options)
@@ -246,8 +238,7 @@ def test_off_policy_steps_keep_what_the_rollout_was_scored_with(step):
 
 @pytest.mark.slow
 def test_tied_groups_are_not_computed_and_count(step):
-    """Half of the step's time went into groups whose advantages are 0. They are part of the step all the same, as in
-    TRL: a share of tied groups would else be a larger step for the rest, where the loss is a mean over tokens."""
+    """Tied groups took half of the time; they count in the loss's mean all the same, as in TRL."""
     sums = {}
     for mean in ("none", "completion", "batch"):
         sums[mean], trainer = step(tied, beta=0.0, token_mean=mean)
@@ -287,8 +278,7 @@ def test_fast_says_when_it_falls_back(step, capsys):
 
 
 def test_dropout_is_off_while_scoring(make_tiny_model, step):
-    """With dropout the ratio compares two random parts of the policy, and the KL of a policy from itself is not 0. TRL
-    leaves it on, and its own switch knows the dropout modules but not the share that Qwen3's attention keeps."""
+    """With dropout the KL of a policy from itself is not 0; TRL's switch misses the share in Qwen3's attention."""
     from peft import LoraConfig, get_peft_model
 
     groups = [Group(torch.arange(65, 70), [torch.tensor([72, 260, 70, 258]), torch.tensor([90, 258])])]

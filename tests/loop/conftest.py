@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
+from safetensors.torch import load_file
 
 CONFIG = """
 run: {{output_dir: {output}, evaluate: false, progress_every_s: 0, sample_every_steps: 2}}
@@ -88,6 +89,18 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def weights(folder):
+    """The weights that a run or a checkpoint has saved."""
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys() and one
+    for name, tensor in one.items():
+        assert tensor.equal(other[name]), name
+
+
 def status(folder):
     return json.loads((folder / "status.json").read_text())
 
@@ -123,8 +136,7 @@ def start(write_config):
 
 @pytest.fixture
 def make_trainer(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`make_trainer(rewards, completions=..., **options)`: our trainer on some prompts, with given completions (again
-    from the first) or its own; `arguments` are the trainer's, in place of those here."""
+    """`make_trainer(rewards, completions=..., arguments={...}, **options)`: our trainer; completions may be given."""
 
     def build(rewards, completions=None, model=None, lora=True, prompts=8, arguments=None, **options):
         from peft import LoraConfig
@@ -171,8 +183,7 @@ class Trained:
 
 @pytest.fixture
 def trl_train(make_trainer, tiny_folder):
-    """`trl_train(reward, completions=..., arguments={"peft_config": ...}, max_steps=1, ...)`: the call of TRL's own
-    examples, from a model's folder and with every parameter trained; it may be given other arguments and options."""
+    """`trl_train(reward, arguments={...}, max_steps=1)`: the call of TRL's own examples, with all weights trained."""
 
     def run(reward=by_ids, completions=None, arguments=None, before=None, **options):
         settings = {

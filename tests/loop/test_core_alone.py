@@ -54,8 +54,7 @@ print(run_dir.folder)
 
 
 def test_a_run_trains_without_any_part(write_config, tmp_path):
-    """A part that the core imported would be in every closure, and who changes it would change the core. The steps are
-    those of `train`, which puts the parts around it."""
+    """The core imports no part; the steps are those of `train`, which puts the parts around it."""
     config, own = write_config(), tmp_path / "own.py"
     own.write_text("def by_ids(completion_ids, **_):\n    return [sum(ids) % 17 / 17 for ids in completion_ids]\n")
     overrides = [f"rewards=[{{name: '{own}:by_ids'}}]", "run.report=false"]

@@ -202,9 +202,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_trls(name, make_tiny_model, tiny_tokenizer, tmp_path):
-    """A subclass that drifts from what it stands in for would train something else under the same name; and who sets
-    the keys of GRPO expects the numbers of TRL's GRPO, deviation, epsilon and divisor included. The balance of experts
-    is that of a micro-batch's tokens, each prompt once for each of its completions."""
+    """A subclass that drifts would train something else; keys of GRPO have the numbers of TRL's GRPO."""
     case, results = STEPS[name], []
     for sides, own in zip(_sides(case.trainer), (case.theirs, case.ours), strict=True):
         model = case.model() if case.model else with_adapter(make_tiny_model())
@@ -229,11 +227,8 @@ def test_a_step_is_trls(name, make_tiny_model, tiny_tokenizer, tmp_path):
     assert (aux is None) == (their_aux is None) == (case.model is not mixture or name == "mixture without")
     if name == "plain":  # two passes over one policy differ by rounding; summed over a thought it leaves the range
         metrics = trainer._metrics["train"]
-        assert (metrics["val/ratio"], metrics["val/ratio_var"], metrics["clip_ratio/region_mean"]) == (
-            [1.0],
-            [0.0],
-            [0.0],
-        )
+        names = ("val/ratio", "val/ratio_var", "clip_ratio/region_mean")
+        assert [metrics[key] for key in names] == [[1.0], [0.0], [0.0]]
         assert loss.item() == pytest.approx(-advantages.mean().item(), abs=1e-6)
     if aux is not None:
         assert aux == pytest.approx(their_aux, rel=1e-5) and aux[0] > 1
@@ -302,8 +297,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_trls(name, tiny_folder, tiny_tokenizer, tmp_path):
-    """TRL code of today with only its import changed: the same prompts in the same order, the same figures under the
-    same names, and the same weights in the end."""
+    """Only the import changes: prompts in the same order, the same figures and the same weights in the end."""
     case, found = RUNS[name], []
     kinds = ["even" if number % 2 == 0 else "odd" for number in range(case.prompts)]
     data = Dataset.from_dict({"prompt": [f"{number}+1=" for number in range(case.prompts)], "kind": kinds})

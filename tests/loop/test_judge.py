@@ -41,8 +41,7 @@ def judged(start: Start, write_config: Any, server: JudgeServer, tiny_tokenizer:
 
 @pytest.mark.parametrize("mode", ["score", "rank"])
 def test_faults_that_pass_lose_no_sample(judged: Start, server: JudgeServer, mode: str, tmp_path: Path) -> None:
-    """Guards against steps that train on less than they sampled, because a server hiccups: every third request fails,
-    each time in another way, and every sample of every step is scored."""
+    """Guards against steps that train on less than they sampled: every third request fails, each in another way."""
     server.stall_s = 0.8
     server.fault = lambda number, text: FAULTS[number // 3 % len(FAULTS)] if number % 3 == 0 else None
     result = judged(mode)
@@ -59,8 +58,7 @@ def test_faults_that_pass_lose_no_sample(judged: Start, server: JudgeServer, mod
 def test_a_judge_that_goes_down_saves_and_stops_the_run(
     judged: Start, server: JudgeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guards against a night of steps without a reward: after three rollouts without verdicts the run saves and stops
-    with the server's words; it resumes once the judge is back, without paying for what was judged before."""
+    """Guards against a night without a reward: the run saves and stops, and resumes without paying twice."""
     judged(steps=2)
     before = len(server.requests)
     server.fault = lambda number, text: "503"
@@ -76,6 +74,15 @@ def test_a_judge_that_goes_down_saves_and_stops_the_run(
     assert result.steps == 8 and result.metrics[-1]["rewards/unscored_ratio"] == 0
 
 
+def errors_of(config: Path, where: str, params: dict[str, Any], *overrides: str) -> list[str]:
+    """What is wrong with a judge of those parameters, as a reward or in the evaluation."""
+    as_reward = {"rewards": [{"name": "judge_reward", "params": params}]}
+    run = kit.load_config(
+        config, *overrides, **(as_reward if where == "reward" else {"eval": {"judge": {"params": params}}})
+    )
+    return [str(one) for one in find_faults(run) if one.level == "error"]
+
+
 @pytest.mark.parametrize("where", ["reward", "eval"])
 def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     write_config: Any, server: JudgeServer, where: str
@@ -84,10 +91,7 @@ def test_a_judge_that_is_missing_is_found_before_the_model_loads(
     name = "rewards.0.params" if where == "reward" else "eval.judge.params"
 
     def errors(**params: Any) -> list[str]:
-        given = {"params": {"url": server.url, "model": MODEL} | params}
-        reward = {"rewards": [{"name": "judge_reward", **given}]}
-        run = kit.load_config(write_config(), **(reward if where == "reward" else {"eval": {"judge": given}}))
-        return [str(one) for one in find_faults(run) if one.level == "error"]
+        return errors_of(write_config(), where, {"url": server.url, "model": MODEL} | params)
 
     assert not errors()
     for wrong, words in (({"model": "other"}, MODEL), ({"rubrik": "Good?"}, "rubric"), ({"url": "host"}, "http://")):
@@ -102,20 +106,15 @@ def test_a_judge_that_is_missing_is_found_before_the_model_loads(
 def test_a_template_that_does_not_fit_the_rows_is_found_before_the_model_loads(
     write_config: Any, server: JudgeServer, where: str, tmp_path: Path
 ) -> None:
-    """Guards against a misspelt column that makes every reward None in the first rollout; columns that only a run has
-    are no fault."""
+    """Guards against a misspelt column that makes every reward None; columns that only a run has are no fault."""
     answers = '<answer>\n{{ answer }}\n</answer> "score"'
     if where == "eval":
         answers = "{% for one in answers %}<answer>\n{{ one }}\n</answer>\n{% endfor %}"
 
     def errors(text: str, *overrides: str) -> list[str]:
         (tmp_path / "t.jinja").write_text(f"{{{{ task }}}} {text} {answers}")
-        given = {"params": {"url": server.url, "model": MODEL, "template": str(tmp_path / "t.jinja")}}
-        reward = {"rewards": [{"name": "judge_reward", **given}]}
-        run = kit.load_config(
-            write_config(), *overrides, **(reward if where == "reward" else {"eval": {"judge": given}})
-        )
-        return [str(one) for one in find_faults(run) if one.level == "error"]
+        params = {"url": server.url, "model": MODEL, "template": str(tmp_path / "t.jinja")}
+        return errors_of(write_config(), where, params, *overrides)
 
     for text in ("", "{{ row.answer }}", "{{ row.question }}", "{{ row.prompt }}"):
         assert not errors(text), text

@@ -34,6 +34,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a seed of each request": ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "Set seed=1 instead"),
     "a form": ({"vllm_structured_outputs_regex": "a+", "use_vllm": True}, "filtered distribution.*Remove it"),
     "a server": ({"rollout_engine": "server"}, "^rollout_engine is server, but rollout_server_url is null"),
+    "a password": (
+        {"rollout_engine": "server", "rollout_server_url": "http://me:pass-word@h"}, "^(?!.*pass-word).*VLLM_API_KEY"),
     "a word": ({"rollout_engine": "sglang"}, "^rollout_engine: is 'sglang'; input should be 'auto', 'native', 'gen"),
     "a bound": ({"missing_eos_penalty": -1.0}, "^missing_eos_penalty: is -1.0; input should be greater than 0"),
     "a group": ({"num_generations": 3}, "groups of 3 .num_generations"),
@@ -104,8 +106,7 @@ def test_every_key_of_a_file_arrives(tmp_path):
 
 
 def test_both_sides_have_the_same_defaults_and_choices(tmp_path):
-    """A notebook that builds `RLOOConfig` itself and a file that says nothing are the same run, but for what the table
-    in docs/config.md names."""
+    """`RLOOConfig` and a file that says nothing are the same run, but for what the table in docs/config.md names."""
     run, config = RunConfig.model_validate(MINIMAL), RLOOConfig(str(tmp_path))
     for name, entry in options._OWN.items():
         assert getattr(config, name) == entry.default

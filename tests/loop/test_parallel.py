@@ -86,11 +86,7 @@ def both(request: pytest.FixtureRequest) -> tuple[str, Found]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_make_the_steps_of_one(case, single, both):
-    """A baseline over one process's completions, a mean of means, a masked row counted twice: each still trains.
-    Metrics of one process alone look right and are those of half of the completions.
-
-    A process without signal makes no pass itself: DDP's reducer and FSDP's gathers would wait for it forever.
-    """
+    """A baseline, a mean or metrics of one process train too; a process without signal must not hold the others up."""
     kind, found = both
     expected, ours = single[case][0], found[case]
     assert {one["kind"] for one in ours} == {"replicas" if kind == "replicas" else "shards"}
@@ -116,11 +112,7 @@ def test_two_processes_make_the_steps_of_one(case, single, both):
 
 
 def test_processes_sample_different_completions(both):
-    """Two processes with one seed sample the same completions twice: half of the rollout is wasted, unnoticed.
-
-    A thinking budget is kept with sharded weights too: TRL's own generation cannot, and would wait for a process that
-    had finished earlier.
-    """
+    """With one seed half of the rollout is wasted; a thinking budget is kept with sharded weights too."""
     _, found = both
     first, second = found["sampled"]
     kept = [[tuple(row["completion_ids"]) for row in one["rows"]] for one in (first, second)]

@@ -38,9 +38,7 @@ class Judge:
 
 
 def test_published_rewards_train(make_trainer):
-    """`def length_reward(completions)` failed on every sample: TRL passes all it has, whatever the signature. Awaited
-    one after the other, judges behind an API take as long as all of them together: the first one here waits for the
-    second. Under one name a second reward's figures were those of the first."""
+    """TRL passes all it has, whatever the signature; awaited rewards run together, and equal names stay apart."""
     worker = WorkerReward(
         "reward_examples:published", folders=[Path(__file__).parents[1] / "rewarding"], timeout_s=30.0
     )
@@ -76,8 +74,7 @@ def test_published_rewards_train(make_trainer):
 
 
 def test_what_a_reward_must_not_spoil(make_trainer, capsys):
-    """Two finite rewards had an infinite sum: every advantage of the group was NaN, and no message named a reward. With
-    `torch.manual_seed(0)` in a reward every rollout was drawn from the same random numbers, without a word."""
+    """Finite rewards with an infinite sum made every advantage NaN; a reward that seeds torch seeds no rollout."""
     options = {"max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.0}
 
     def rows_of(rewards, **more):
@@ -130,9 +127,7 @@ EXPECTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["command", "text", "messages"])
 def test_rewards_of_published_recipes(way, trl_train, tiny_folder, tiny_tokenizer, tmp_path):
-    """`completion[0]["content"]` failed on every sample of a run's data, `solution` and `problem` were gone after they
-    were named in `data`, and the question was in no column. Rewards must not depend on who calls them: a config's
-    worker, a notebook's list, TRL's trainer on text and on messages; an evaluation that comes first included."""
+    """Published rewards work from a config's worker, a notebook's list and TRL's trainer, on text and on messages."""
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     columns = {"prompt_column": "problem", "answer_column": "solution"}

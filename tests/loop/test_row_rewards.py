@@ -32,8 +32,7 @@ def by_kind(completions: list[str], kind: list[str], **_: Any) -> list[float]:
 
 
 def test_a_reward_sees_only_the_rows_that_name_it() -> None:
-    """Guards against a code reward that is called on a sum, fails, and takes the whole batch with it: it gets its rows
-    with their columns; what it logs keeps the places of the rollout."""
+    """Guards against a code reward that is called on a sum, fails, and takes the whole batch with it."""
     logged: dict[str, Any] = {}
     batch: dict[str, Any] = {"completions": ["x", "yy", "zzz", "wwww"], "kind": ["a", "b", "a", "b"]}
     batch |= {"rewards": [row["rewards"] for row in ROWS], "log_extra": logged.__setitem__}
@@ -47,8 +46,7 @@ def test_a_reward_sees_only_the_rows_that_name_it() -> None:
 
 
 def test_other_data_are_neither_walked_nor_measured_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a metric for each prompt of data whose column `task` is the prompt, and against a check that read
-    the missing column of a source once for each row: minutes for 100,000 rows."""
+    """Guards against a metric for each prompt where the column `task` is the prompt, and minutes of looking for it."""
     assert task_of({"task": "Write a poem."}) is None
     assert task_of({"task": "code", "rewards": None}) == "code"
     assert task_of({"rewards": ["a", "b"], "task": None}) == "a+b"
@@ -99,8 +97,7 @@ def mixed_rows(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_mixture_is_measured_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against one mean over tasks whose rewards have different scales: metrics and held-out rewards are by task,
-    the sum of the shares is one, and the loop's reward is their weighted mean."""
+    """Guards against one mean over tasks of different scales: metrics, held-out rewards and shares are by task."""
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
     run = kit.load_config(config(tmp_path, mixed_rows(12)))

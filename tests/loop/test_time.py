@@ -62,16 +62,12 @@ def test_each_part_of_a_step_has_its_time(engine, start, clock):
     assert result.metrics[-1]["seconds"] == 2 * (SAMPLING + REWARD + GRADIENT)
 
 
-def test_the_gradients_of_two_rollouts_in_a_step_are_counted(start, clock):
-    """Half of the gradient's time was "the rest" of such a step."""
+def test_rollouts_and_steps_are_counted_once(start, clock):
+    """Half of the gradient's time was "the rest" of a step of two rollouts; one of two steps was counted twice."""
     words = ("rloo.max_steps=2", "rloo.gradient_accumulation_steps=2", "rloo.steps_per_generation=1")
+    assert totals(start(*words, rewards=[clock.reward]).metrics) == [4 * SAMPLING, 4 * REWARD, 4 * GRADIENT, 0.0]
+    words = ("rloo.max_steps=4", "rloo.num_iterations=2", "run.name=reused")
     rows = start(*words, rewards=[clock.reward]).metrics
-    assert totals(rows) == [4 * SAMPLING, 4 * REWARD, 4 * GRADIENT, 0.0]
-
-
-def test_a_rollout_for_two_steps_is_counted_once(start, clock):
-    """The mean over rollouts, times the steps, was twice the time that a run had taken."""
-    rows = start("rloo.max_steps=4", "rloo.num_iterations=2", rewards=[clock.reward]).metrics
     assert totals(rows) == [2 * SAMPLING, 2 * REWARD, 4 * GRADIENT, 0.0]
     assert [row["time/rollout_s"] for row in rows] == [3, 0, 3, 0] and "time/tokens_per_s" not in rows[1]
 

@@ -61,8 +61,7 @@ def first_step(trainer: Any) -> tuple[Any, float, dict[str, torch.Tensor]]:
 
 
 def by_hand(model: Any, batch: Any, options: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of the episodes as single sequences: leave-one-out, in the reward the KL's mean over the trained tokens,
-    a weight for each token; what is not the model's has weight 0."""
+    """The loss of the episodes as single sequences: leave-one-out, with the KL's mean over the trained tokens."""
     model.eval()
     rewards, logps, masks, corrections = [], [], [], []
     for row, done in enumerate(batch.judged.completions):
@@ -103,13 +102,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["shared", "repeated", "padded"])
-@pytest.mark.parametrize("case", CASES)
+SINGLE = ("one sequence at a time", "small passes")  # no prompt is shared there
+LAYOUTS = [(case, layout) for case in CASES for layout in ("shared", "repeated", "padded")[case in SINGLE :]]
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
 def test_an_episode_is_its_single_sequence_with_a_mask(case, layout, make_tiny_model, tiny_tokenizer, tmp_path):
-    """Frameworks that tokenize an episode again train on ids that were never sampled, and count tool results as the
-    model's: here the gradient is that of the sampled ids, in every layout."""
-    if layout != "padded" and case in ("one sequence at a time", "small passes"):
-        layout = "repeated"
+    """Episodes that are tokenized again train on ids that were never sampled, and on the tools' results."""
     trainer = make(with_adapter(make_tiny_model()), tiny_tokenizer, tmp_path, **CASES[case])
     trainer.rloo.scorer.scorer.layouts = (layout,)
     trainer.rloo.scorer.scorer.layout = layout
@@ -205,8 +204,7 @@ class Counter:
 
 
 def test_an_environment_of_trl_trains_unchanged(make_tiny_model, tiny_tokenizer, tmp_path):
-    """`environment_factory` with its own reward and no other: what it observes is in the prompt, each row has its own
-    instance, and rewards get the objects."""
+    """`environment_factory` with its own reward: its observation is in the prompt, each row has its own instance."""
     seen = []
 
     def look(environments: Any, turns: Any, **_: Any) -> list[float]:

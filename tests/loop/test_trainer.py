@@ -30,8 +30,7 @@ def make_trainer(make_trainer):
 
 
 def test_older_metric_names_have_the_values_of_their_formulas(make_trainer):
-    """Dashboards of TRL's older trainer stayed empty: the names were known, the numbers were not. Off-policy the second
-    step looks back on the policy that sampled; the first one is that policy."""
+    """Dashboards of TRL's older trainer stayed empty: the names were known, the numbers were not."""
     trainer = make_trainer(num_iterations=2, max_steps=2, learning_rate=0.05, beta=0.0, gradient_accumulation_steps=1)
     parts, plain = [], trainer.rloo.recorder.step
     trainer.rloo.recorder.step = lambda stats, on_policy: (parts.append(stats), plain(stats, on_policy))
@@ -84,9 +83,7 @@ def test_rollout_rows_tell_what_happened(make_trainer):
 
 @pytest.mark.parametrize("form", ["sum", "length_normalized", "per_token"])
 def test_kl_forms_reach_the_advantages(form, make_trainer):
-    """With equal rewards the advantages are the penalty alone: each form has to differ as its formula says. Under
-    `per_token` the log said that nothing was charged. With a penalty for what does not end, its sign too; and rewards
-    are normalised, then clipped: in the other order a range of one standard deviation would cut raw rewards at 1."""
+    """With equal rewards the advantages are the penalty alone: each form differs as its formula says."""
 
     def judge(completions, reward, **options):
         trainer, rows = make_trainer(lambda completion_ids, **_: reward, completions, **options), []
@@ -124,8 +121,7 @@ def test_kl_forms_reach_the_advantages(form, make_trainer):
 
 
 def test_failures_that_a_run_stands_are_said(make_trainer, caplog, capsys):
-    """A reward that failed for a tenth of the samples all night was seen in no place but a metric. TRL prints the first
-    unscored sample of each rollout whole: 4,096 tokens of thinking between two lines."""
+    """A reward that failed for a tenth of all samples was seen only in a metric; TRL prints whole completions."""
 
     def shaky(completion_ids, **_):
         return [1.0, float("inf"), 3.0, 5.0][: len(completion_ids)] * (len(completion_ids) // 4)
@@ -178,8 +174,7 @@ def test_an_infinite_kl_token_moves_nothing(form, memory, make_trainer, capsys):
     ("form", "value"), [("sum", -math.inf), ("length_normalized", math.nan), ("per_token", -math.inf)]
 )
 def test_a_broken_token_costs_one_step_of_those_that_use_its_rollout(value, form, make_trainer):
-    """One infinity in a rollout that four steps use gave its siblings infinite advantages in each: the run was stopped
-    for a policy that had blown up. A NaN in its place was left out without a word from the second step on."""
+    """One infinity in a rollout that four steps use stopped the run; a NaN in its place was left out without a word."""
     trainer = make_trainer(kl_form=form, beta=0.5, num_iterations=4, max_steps=4)
     spoil_reference(trainer, value, calls=9)
     batches, plain = [], trainer.rloo.settle
@@ -203,8 +198,7 @@ def test_steps_that_stay_broken_stop_the_run_with_a_saved_state(make_trainer, tm
 
 @pytest.mark.slow
 def test_resume_knows_that_a_pass_over_the_prompts_ends_with_a_short_step(make_trainer, tmp_path):
-    """A pass of 3 micro-steps at an accumulation of 2 is two steps; counted as 4 micro-steps, a resumed run cut every
-    later rollout at the wrong place and sampled each twice."""
+    """A pass of 3 micro-steps at an accumulation of 2 is two steps; counted as 4, a resumed run sampled twice."""
     options = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
     options |= {"generation_batch_size": None, "max_steps": 8}
 
@@ -283,8 +277,7 @@ def test_images_are_refused(make_trainer):
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_no_forward_of_a_run_attends_through_cudnn(engine, make_trainer, make_tiny_model, monkeypatch):
-    """The self-check, rollouts, padded passes, and what gradient checkpointing computes again in a backward pass: with
-    another kernel there, the gradient would belong to other states."""
+    """With another kernel in a recompute of checkpointing, the gradient would belong to other states."""
     enabled, model = torch.backends.cuda.cudnn_sdp_enabled, make_tiny_model()
     seen = []  # for each call of a layer: is cuDNN allowed, is it for training
     model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append((enabled(), torch.is_grad_enabled())))

@@ -1,7 +1,4 @@
-"""TRL code of today and the published recipe of yesterday: rewards, evaluation, models, adapters, and what is refused.
-
-The same steps and runs as TRL's: `test_equality_with_stock.py`.
-"""
+"""TRL code of today and the published recipe: rewards, evaluation, models, adapters, and what is refused."""
 
 import copy
 import inspect
@@ -67,8 +64,7 @@ def make_own(tiny_folder, tiny_tokenizer, tmp_path):
 
 
 def test_arguments_are_taken_by_position_as_in_trl(make_own, tiny_folder, tiny_tokenizer, tmp_path, monkeypatch):
-    """`RLOOTrainer(model, reward, args, dataset, None, tokenizer)` is valid TRL code. Without args TRL makes its own
-    config, which asks for bf16 and raises without an accelerator."""
+    """All arguments of TRL by position; without args TRL makes its own config, which needs an accelerator."""
     stock = next(c for c in reversed(trl.RLOOTrainer.__mro__) if c.__name__ == "RLOOTrainer")
     assert list(inspect.signature(stock).parameters)[5:] == list(FURTHER_ARGUMENTS)
     config = RLOOConfig(output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, **PLAIN)
@@ -81,8 +77,7 @@ def test_arguments_are_taken_by_position_as_in_trl(make_own, tiny_folder, tiny_t
 
 
 def test_a_subclass_hears_which_of_its_overrides_is_not_called(make_own, make_tiny_model, tmp_path, capsys):
-    """Trainers are extended by overriding TRL's methods; overrides of those the kit replaces were silently ignored.
-    And a script that builds `trl.RLOOConfig` changes only the trainer's import."""
+    """Overrides of TRL's methods that the kit replaces were ignored; a script may build `trl.RLOOConfig`."""
 
     class Mine(RLOOTrainer):
         asked = 0
@@ -106,8 +101,7 @@ def test_a_subclass_hears_which_of_its_overrides_is_not_called(make_own, make_ti
 
 
 def test_weights_of_rewards_are_those_of_one_trainer(make_own, tiny_folder, tmp_path):
-    """One plain function in the list made the weights of all others 1. One config for several sets of rewards: the
-    first set's weights were applied to the second, or did not "match the number of reward functions"."""
+    """One plain function made the weights of all others 1; one config may serve several sets of rewards."""
     config, plain = RLOOConfig(output_dir=str(tmp_path), **PLAIN), rewards.length_reward
 
     def weights_of(*funcs):
@@ -207,9 +201,7 @@ def test_a_reward_model_scores_what_was_written(chat, trl_train, tiny_tokenizer)
 
 @pytest.mark.parametrize("generations", [None, 1])
 def test_evaluation_during_training(generations, trl_train):
-    """Evaluated prompts that got into the training window would be trained on; one completion has no baseline. A mean
-    of batches' means: one of five prompts, alone in the last batch, was a third of `eval_reward`, which picks the best
-    checkpoint. By hand another set may be given, a stream too."""
+    """Evaluated prompts must not be trained on; `eval_reward` is a mean over prompts, not over batches."""
     judged, values = [], []
 
     def reward(prompts, completion_ids, **_):
@@ -247,9 +239,7 @@ def test_evaluation_during_training(generations, trl_train):
 
 @pytest.mark.slow
 def test_tokenizers_and_end_tokens(trl_train, make_tiny_model, tiny_tokenizer):
-    """A model's name alone: the reference has to be loaded in the policy's precision. Qwen3 declares
-    two end tokens; a completion that ended with the second counted as cut off. TRL takes the end token for padding;
-    prompts padded on the right were continued behind their padding."""
+    """A model's name alone, two end tokens, the end token as padding, and prompts padded on the right."""
     plain = trl_train(arguments={"processing_class": None}, model_init_kwargs={"dtype": "bfloat16"}, beta=0.1)
     for model in (plain.trainer.model, plain.trainer.ref_model):
         assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
@@ -295,21 +285,16 @@ ADAPTERS = {
     "some tokens, not at zero": (lora(trainable_token_indices=[10, 16], **MOVED), True),
     "pissa": (lora(init_lora_weights="pissa"), False),
     "pissa, wrapped": (lora(init_lora_weights="pissa"), True),
-}
-MORE_ADAPTERS = {
     "embeddings saved": (lora(modules_to_save=["embed_tokens"]), False),
     "olora": (lora(init_lora_weights="olora"), True),
 }
+SLOW = ("embeddings saved", "olora")
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_ADAPTERS)])
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in ADAPTERS])
 def test_adapters(kind, trl_train, make_tiny_model):
-    """All that PEFT declares as trained moves, the base not at all; the policy samples as it scores, without dropout;
-    and the KL is measured against the start, whatever the start is. PiSSA moves a part of the base into the adapter:
-    switched off, what is left is no model that anybody started from. Of an
-    adapter that has been trained TRL copies modules only: its matrices of embeddings, bare parameters, were another
-    adapter's. A trained copy of the head that nothing scores with would never move."""
-    model, (config, is_wrapped) = make_tiny_model(tie_word_embeddings=False), (ADAPTERS | MORE_ADAPTERS)[kind]
+    """All that PEFT declares as trained moves, the base not at all, and the KL is measured against the start."""
+    model, (config, is_wrapped) = make_tiny_model(tie_word_embeddings=False), ADAPTERS[kind]
     base, config = copy.deepcopy(model.state_dict()), copy.deepcopy(config)
     arguments = {"model": peft.get_peft_model(model, config)} if is_wrapped else {"model": model, "peft_config": config}
     ids, started = torch.arange(60, 80), []
@@ -349,8 +334,7 @@ def test_a_fresh_adapter_is_its_own_reference(trl_train, make_tiny_model):
 @pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_trainers_in_turn_on_one_model(beta, trl_train, make_tiny_model):
-    """The third one met the copy of the second; the first, trained on, took the second's start for its own and scored
-    at the second's temperature."""
+    """The third one met the copy of the second; the first scored at the second's temperature."""
     arguments, runs = {"model": wrapped(make_tiny_model(), **MOVED)}, []
     for temperature in (1.0, 0.5, 0.7):
         runs.append(trl_train(arguments=arguments, beta=beta, temperature=temperature))
@@ -366,8 +350,7 @@ def test_trainers_in_turn_on_one_model(beta, trl_train, make_tiny_model):
 
 
 def test_biases_are_trained_where_nothing_is_measured_against_the_start(trl_train, make_tiny_model):
-    """`bias="lora_only"` trains parameters of the base, which no adapter holds: PEFT keeps one adapter with biases, and
-    without its copy the KL would be measured from somewhere else."""
+    """`bias="lora_only"` trains parameters of the base, which no adapter holds: their start is copied too."""
     for init in (False, True):  # from the identity too: PEFT switches matrices off, the trained biases stay
         adapter = lora(bias="lora_only", init_lora_weights=init)
         with pytest.raises(ConfigError, match="bias='none'"):
@@ -477,8 +460,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any]
 
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_that_cannot_work(case, trl_train, make_tiny_model, tmp_path):
-    """These ended in a traceback in the middle of a step, or like a run: steps, a log, a saved model, and weights that
-    had not changed, or changed by another policy's gradient."""
+    """These ended in a traceback in mid-step, or in weights that had not changed, or by another policy's gradient."""
     make, options, said = ARGUMENTS[case]
     arguments = make(make_tiny_model(tie_word_embeddings=False), tmp_path / "adapter")
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=said):

@@ -211,8 +211,7 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
-    """Two adapters for one model, or an adapter to continue where every parameter is to be trained. And it remembers a
-    path: after a move of its base the message says which keys bring the two together again."""
+    """Two adapters for one model; an adapter where every parameter is trained; one whose base has moved."""
     other = shutil.copytree(adapter, tmp_path / "other")
     text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
@@ -229,8 +228,7 @@ def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tm
 def test_an_adapter_and_copies_of_its_base(
     make_run: Any, make_tiny_model: Any, tiny_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    """Sizes alone do not tell Qwen3-4B-Thinking from Qwen3-4B-Instruct: the adapter loads and the answers are noise.
-    Unsloth's 4-bit copies carry the base's name and an ending, and an adapter fits both."""
+    """Sizes alone do not tell Thinking from Instruct: the adapter loads and the answers are noise."""
     other, copy, renamed, wider = (
         Path(shutil.copytree(tiny_folder, tmp_path / name))
         for name in ("another_model", f"{tiny_folder.name}-unsloth-bnb-4bit", "renamed", tiny_folder.name)
@@ -301,12 +299,8 @@ def test_unsloth_does_not_train_every_parameter(make_run: Any, monkeypatch: pyte
 
 
 def test_unsloth_loads_vllm_as_planned(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unsloth replaces the given share by its own as soon as vLLM is set to sleep, and unless its variable is 0 it
-    merges the adapter of a 16-bit model, which stopped the kit at its first rollout.
-
-    Imported too early, vLLM kept its pool while the model was trained, and memory ran out an hour later. A second model
-    is refused: vLLM's process groups are global to the process, and its weights are the first model's.
-    """
+    """Unsloth takes a share of its own once vLLM may sleep, and merges adapters unless its variable is 0; imported too
+    early vLLM never sleeps, and a second one would share the first one's process groups."""
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", unsloth.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(STANDBY_VARIABLE, "1")

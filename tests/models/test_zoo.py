@@ -67,8 +67,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     "kind", [pytest.param(kind, marks=() if kind == "Qwen3" else pytest.mark.slow) for kind in ZOO if kind != "Gemma2"]
 )
 def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """One class was packed though its convolutions read across sequences, another sampled from another policy than was
-    trained, four had adapters on a part of their layers; each passed every check that was made on Qwen3."""
+    """Classes were packed, sampled or adapted wrongly, and each passed every check that was made on Qwen3."""
     folder = save_model(kind, tiny_tokenizer, tmp_path / kind)
     run, policy = load(folder)
     model, groups = policy.model, draw_groups()
@@ -114,8 +113,7 @@ def test_a_class_is_exact(kind: str, tmp_path: Path, tiny_tokenizer: Any, capsys
 
 
 def step_gradients(run: Any, policy: Any, groups: list[Group], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of one optimizer step of the trainer on these completions, and of REINFORCE leave-one-out written
-    down plainly: one sequence after another, minus the advantage times the log-probability, mean over completions."""
+    """One step's gradient of the trainer, and of REINFORCE leave-one-out written down plainly."""
     from datasets import Dataset
 
     from rloo_kit.loop.options import RLOOConfig
@@ -195,8 +193,7 @@ ODD = {
 def test_an_odd_class_is_refused(
     kind: str, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default adapter wrapped Phimoe's router, which broke at the first call; noise, an attention that looks ahead,
-    and a capped head were trained on."""
+    """The default adapter wrapped Phimoe's router; noise and an attention that looks ahead were trained on."""
     options, refusal = ODD[kind]
     monkeypatch.setitem(ZOO, kind, options)
     monkeypatch.setattr("rloo_kit.gradient.scorer.CHECK_SHARE_OFF_GPU", 0.2)  # of a GPU's tokens: few tie in a router

@@ -74,8 +74,7 @@ def write_batch(folder: Path, runs: list[dict[str, Any]], **values: Any) -> Path
 
 @contextmanager
 def running_batch(*words: Any) -> Iterator[subprocess.Popen[str]]:
-    """`rloo-kit batch words` in its own process group, killed at the end of the block. It hears SIGINT and SIGHUP even
-    where the tests run in the background or under nohup."""
+    """`rloo-kit batch words` in its own process group, killed at the end; it hears signals under nohup too."""
 
     def hear() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -38,8 +38,7 @@ COMMANDS: dict[str, list[str | Path]] = {
 
 @dataclass
 class Ended:
-    """What a runner left: its exit code in words, the text that its user sees, its own lines, and whether every process
-    that it started is gone."""
+    """What a runner left; `text` is what its user sees, `log` its own lines, `exit_code` in words."""
 
     exit_code: str
     text: str
@@ -89,10 +88,7 @@ def text_of(notebook: Path) -> str:
 
 @contextmanager
 def environment(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
-    """Variables of a process with its own home, and the mark by which all that it starts are found.
-
-    Nothing with this mark lives on after the block has been left with an error.
-    """
+    """Variables of a process with its own home, and the mark of all that it starts, killed after an error."""
     mark = uuid.uuid4().hex
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "JPY_", "PYTEST"))}
     home = folder / "home"

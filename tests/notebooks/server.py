@@ -56,8 +56,7 @@ class JupyterServer:
         return self.ask("POST", "api/sessions", body)["kernel"]["id"]
 
     def run_all(self, kernel_id: str, cells: list[str]) -> str:
-        """Send every cell at once, as Run All does, read until the last is answered, and stay connected until the
-        kernel is gone, for 30 s at most; returns the output."""
+        """Send every cell at once and stay connected until the kernel is gone, for 30 s at most; returns the output."""
         return asyncio.run(asyncio.wait_for(self._run_all(kernel_id, cells), LIMIT_S))
 
     async def _run_all(self, kernel_id: str, cells: list[str]) -> str:

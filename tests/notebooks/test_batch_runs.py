@@ -22,8 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_path):
-    """papermill's own notebook says `completed` for a cell whose kernel was killed, and a loop over runs that trusts it
-    counts the run as done; a loop that starts again from the first run throws hours away."""
+    """papermill says `completed` for a cell whose kernel was killed; a loop from the first run throws hours away."""
     names = ["small-mode=ok", "small-mode=fail", "small-mode=kernel", "small-mode=child"]
     odd = {"parameters": {"notes": str(tmp_path), "text": "no", "rate": 1e-6, "odd": ["1", True, None, "ü: #{x}"]}}
     file = write_batch(tmp_path, [{"mode": mode} for mode in ("ok", "fail", "kernel", "child")], **odd)
@@ -49,35 +48,26 @@ def test_failing_and_killed_runs_are_not_done_and_resume_does_nothing_else(tmp_p
     assert (folder / names[1] / "log.txt").read_text().count("=== started ") == 2, "the first attempt's log is kept"
 
 
-def test_a_closed_terminal_ends_the_batch_and_everything_it_started(tmp_path):
-    """A kernel has its own session: after Ctrl-C it went on, and held the GPU's memory until the morning."""
+@pytest.mark.parametrize("early", [True, False], ids=["before the kernel is there", "a closed terminal"])
+def test_a_signal_ends_the_batch_and_everything_it_started(tmp_path, early):
+    """A kernel has its own session: it went on after Ctrl-C, or after one in the second in which it starts."""
     file = write_batch(tmp_path, [{"mode": "sleep"}, {"mode": "ok"}])
     with running_batch(file) as batch:
-        wait_for((tmp_path / "asleep").exists, "the first run sleeps")
-        assert len(processes_of(tmp_path)) == 2, "the kernel, the kernel's child"
-        os.kill(batch.pid, signal.SIGHUP)
+        if early:
+            wait_for(lambda: read_status(tmp_path, "small-mode=sleep").get("state") == "running", "the run begins")
+        else:
+            wait_for((tmp_path / "asleep").exists, "the first run sleeps")
+            assert len(processes_of(tmp_path)) == 2, "the kernel, the kernel's child"
+        os.kill(batch.pid, signal.SIGTERM if early else signal.SIGHUP)
         printed, _ = batch.communicate(timeout=30)
-    assert batch.returncode == 130, printed
-    assert processes_of(tmp_path) == []
+    assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
+    assert not early or ("1 interrupted" in printed and "to go on: rloo-kit batch" in printed), printed
     assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
     assert read_status(tmp_path, "small-mode=ok") == {}
 
 
-def test_a_signal_before_the_kernel_is_there_ends_the_batch(tmp_path):
-    """A Ctrl-C in the second in which a kernel starts would be forgotten, and the run go on for hours."""
-    file = write_batch(tmp_path, [{"mode": "sleep"}])
-    with running_batch(file) as batch:
-        wait_for(lambda: read_status(tmp_path, "small-mode=sleep").get("state") == "running", "the run begins")
-        os.kill(batch.pid, signal.SIGTERM)
-        printed, _ = batch.communicate(timeout=30)
-    assert batch.returncode == 130 and processes_of(tmp_path) == [], printed
-    assert "1 interrupted; to go on: rloo-kit batch" in printed and "--resume" in printed
-    assert read_status(tmp_path, "small-mode=sleep")["state"] == "interrupted"
-
-
 def test_a_killed_batch_leaves_no_kernel_and_is_resumed(tmp_path):
-    """After SIGKILL (the system out of memory) nothing is left to end the kernels, which trained on for hours with the
-    batch that was started next. ipykernel looks whether its parent is still there."""
+    """After SIGKILL nothing is left to end the kernels: ipykernel looks whether its parent is still there."""
     file = write_batch(tmp_path, [{"mode": "ok"}, {"mode": "wait"}])
     with running_batch(file) as batch:
         wait_for((tmp_path / "waits").exists, "the last run waits")
@@ -135,6 +125,11 @@ overwrite = False
 """
 
 
+def read_step(folder):
+    file = folder / "status.json"
+    return json.loads(file.read_text())["step"] if file.exists() else None
+
+
 def write_training(folder, *modes):
     write_notebook(folder / "training.ipynb", TRAINING, AFTER, parameters=TRAINING_PARAMETERS)
     return write_batch(folder, [{"mode": mode} for mode in modes], notebook="training.ipynb")
@@ -145,7 +140,7 @@ def test_ctrl_c_lets_a_training_run_save_and_resume_goes_on_from_there(tmp_path)
     file = write_training(tmp_path, "slow")
     training = tmp_path / "out" / "b" / "training-mode=slow" / "run"
     with running_batch(file) as batch:
-        wait_for(lambda: '"step": 1' in _text(training / "status.json"), "step 1 is done")
+        wait_for(lambda: read_step(training) == 1, "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         printed, _ = batch.communicate(timeout=60)
     assert batch.returncode == 130 and "a training run saves a checkpoint first" in printed, printed
@@ -165,8 +160,7 @@ def test_a_second_ctrl_c_kills_the_runs_at_once(tmp_path):
     """A run that does not listen (it hangs in a driver) must not hold the terminal for two minutes."""
     file = write_training(tmp_path, "deaf")
     with running_batch(file) as batch:
-        status = tmp_path / "out" / "b" / "training-mode=deaf" / "run" / "status.json"
-        wait_for(lambda: '"step": 1' in _text(status), "step 1 is done")
+        wait_for(lambda: read_step(tmp_path / "out" / "b" / "training-mode=deaf" / "run") == 1, "step 1 is done")
         os.kill(batch.pid, signal.SIGINT)
         time.sleep(2)
         assert batch.poll() is None and len(processes_of(tmp_path)) == 1, "the first one lets it save"
@@ -183,7 +177,3 @@ def test_a_clean_exit_without_a_finished_training_run_is_not_done(tmp_path):
     status = read_status(tmp_path, "training-mode=leaves")
     assert status["state"] == "failed"
     assert status["error"] == "the notebook ended cleanly, but its training run is 'running' (run/status.json)"
-
-
-def _text(path):
-    return path.read_text() if path.exists() else ""

@@ -35,8 +35,7 @@ Start = Callable[..., Ended]
 
 @pytest.fixture(scope="session")
 def cache() -> Path:
-    """The kit's cache, with both models in it: their building (minutes, once a machine) is not part of any run's time
-    limit."""
+    """The kit's cache with both models in it: building them is not part of any run's time limit."""
     from rloo_kit.demo.embedded import build
 
     for kind in ("thinking", "instruct"):
@@ -98,9 +97,8 @@ def check_folder(folder: Path, steps: int) -> None:
     + [pytest.param(f"qwen3_{kind}_rloo", marks=pytest.mark.long) for kind in ("thinking", "instruct")],
 )
 def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path: Path) -> None:
-    """Started elsewhere, python-dotenv finds nothing, relative paths lead nowhere and the run lands in the wrong
-    folder. A kernel that is shut down under papermill makes it end with code 138. `overwrite` is True in the small
-    notebooks: with `resume` it was refused, or deleted what was to go on."""
+    """Started elsewhere, paths led nowhere; a kernel that was shut down ended papermill with code 138; and `resume`
+    was refused where `overwrite` is True."""
     output, folder = tmp_path / "executed.ipynb", tmp_path / "runs"
     parameters = SMALL | {"output_dir": folder, "run_name": "small", "overrides": OVERRIDES} | EMBEDDED.get(name, {})
     done = papermill(start, name, output, **parameters)
@@ -134,8 +132,7 @@ def test_papermill_runs_it_from_another_folder(name: str, start: Start, tmp_path
 
 
 def check_text(output: Path, log: str) -> None:
-    """Whole lines on stdout alone: a redrawn bar is a carriage return each tenth of a second in the log, and frozen at
-    0 % in the notebook; stderr is shown as an error."""
+    """Whole lines on stdout alone: a redrawn bar fills the log with carriage returns, stderr reads as an error."""
     cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
     streams = [one for cell in cells for one in cell.get("outputs", ()) if one["output_type"] == "stream"]
     text = log + "".join("".join(one["text"]) for one in streams)
@@ -168,8 +165,7 @@ REWARD = """def even(completions, **columns):
 
 
 def test_a_users_file_with_a_reward_of_their_own(start: Start, tmp_path: Path) -> None:
-    """The cell's own 48 tokens, 2e-3 and 50 steps took the place of the file's; the prose and the cells took an answer
-    column for granted, and asked the demo's question; the run landed in the clone."""
+    """The cell's own values took the place of the file's, cells needed an answer column, the run lay in the clone."""
     task = tmp_path / "elsewhere" / "task"
     task.mkdir()
     (task / "mine.yaml").write_text(yaml.safe_dump(OWN))
@@ -194,8 +190,7 @@ def test_a_users_file_with_a_reward_of_their_own(start: Start, tmp_path: Path) -
 
 
 def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:
-    """A notebook that goes on after a run without signal exits 0, and a batch counts it as done. It is also what the
-    notebook says happens with `max_completion_length = 4`."""
+    """A notebook that goes on after a run without signal exits 0, and a batch counts it as done."""
     stop = f"{OVERRIDES} health.stop=[no_signal] rloo.max_steps=6"
     parameters = SMALL | {"output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)

@@ -21,8 +21,7 @@ def test_every_notebook_is_a_pair() -> None:
 
 @pytest.mark.slow
 def test_generating_again_changes_nothing(tmp_path: Path) -> None:
-    """An edit of a generated file that its source lacks is lost at the next `make notebooks`; and new random cell ids
-    at each generation would make every change a change of the whole file."""
+    """An edit that the source lacks is lost at the next `make notebooks`; cell ids must not change."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     steps = ("python notebooks/source/generate.py", "jupytext --to ipynb --update notebooks/*.py")
     assert "".join(f"\t$(BIN)/{step}\n" for step in steps) in makefile
@@ -39,8 +38,7 @@ def test_generating_again_changes_nothing(tmp_path: Path) -> None:
 
 @each_notebook
 def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
-    """papermill's values come after the tagged cell: what is computed in it keeps the old ones. A parameter that one
-    notebook lacks makes a batch over two of them fail."""
+    """What is computed in the cell keeps the old values; a parameter that one notebook lacks breaks batches."""
     from papermill import inspect_notebook
 
     from rloo_kit.notebook.parameters import KNOWN
@@ -60,8 +58,7 @@ def test_the_parameters_are_one_cell_of_plain_literals(name: str) -> None:
 
 @each_notebook
 def test_the_file_alone_decides_until_a_parameter_is_set(name: str) -> None:
-    """A cell with numbers of its own trained another run than the command line does, above all of a user's file: 48
-    tokens for 32, a rate of 2e-3 for 1e-4."""
+    """A cell with numbers of its own trained another run than the command line does."""
     from rloo_kit.notebook.parameters import read_parameters
 
     namespace: dict = {}

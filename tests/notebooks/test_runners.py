@@ -69,10 +69,7 @@ def run_command(name: str, folder: Path) -> Both:
 
 
 def run_servers(name: str, folder: Path) -> Both:
-    """Under a server a kernel that ended itself came back within three seconds, with its memory.
-
-    Two servers of one user run side by side: one with a token, a base_url and its own certificate, one open.
-    """
+    """Side by side: one with a token, a base_url and its own certificate, one open; a kernel must not come back."""
     runtime = folder / "runtime"
     runtime.mkdir()
     closed = ["--ServerApp.base_url=/user/someone/", *own_certificate(folder)]
@@ -143,8 +140,7 @@ def _figures(text: str) -> list[tuple[float, float]]:
 
 
 def test_a_training_run_in_a_thread_is_not_ended(tmp_path: Path) -> None:
-    """Somebody trains in a thread to keep the notebook usable, and runs the last cell too early. With torch loaded:
-    threads of a large library must neither keep the process alive nor change its exit code."""
+    """Somebody runs the last cell too early; threads of torch must not keep the process alive either."""
     train = f"""
 import threading
 import torch; torch.set_num_threads(1); kept = torch.ones(1000, 1000) @ torch.ones(1000, 1000)

@@ -13,8 +13,7 @@ each_notebook = pytest.mark.parametrize("name", NAMES)
 
 
 def test_the_worked_example_is_the_oracles(capsys: pytest.CaptureFixture) -> None:
-    """A baseline with the completion's own reward in it gives other numbers, and looks as plausible. papermill streams
-    the output without the prose: the first line has to say what the numbers are."""
+    """A baseline with the completion's own reward looks as plausible; the first line says what the numbers are."""
     (source,) = [cell.source for cell in code_of(NAMES[0]) if "rewards = [1.0, 0.0, 0.0" in cell.source]
     exec(source, {"statistics": statistics})
     title, *lines = capsys.readouterr().out.splitlines()
@@ -70,8 +69,7 @@ def test_metrics_of_the_prose_are_logged(name: str) -> None:
 def test_the_tasks_of_the_library_are_shown(
     file: str, printed: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only cell that needs an extra and a file's model to take another task: the notebook ended in an error with
-    the embedded model, and with a file that has data.sources."""
+    """The notebook ended in an error with the embedded model, and with a file that has data.sources."""
     import rloo_kit as kit
     from rloo_kit.demo.cold_start import build_tokenizer
     from rloo_kit.system.isolation import WORKERS

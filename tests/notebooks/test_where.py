@@ -1,7 +1,4 @@
-"""One rule of where outputs land and files are looked up: the real command, papermill, nbconvert and JupyterLab.
-
-No model is loaded: the notebook says where its run would be, and which files it would read.
-"""
+"""One rule of where outputs land and files are looked up, in every runner; no model is loaded."""
 
 import json
 from pathlib import Path
@@ -42,8 +39,7 @@ FILES = {
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """The folder in which a user starts everything: a config with its files in task/, a notebook in clone/notebooks/,
-    which looks like a project of its own."""
+    """Where a user starts: a config with its files in task/, and a clone that looks like a project of its own."""
     folder = tmp_path / "started"
     for name in ("task/old", "clone/notebooks", "clone/configs"):
         (folder / name).mkdir(parents=True)
@@ -64,10 +60,7 @@ def check(text: str, folder: Path, output: str = "outputs/mine") -> None:
     assert found == {key: str(folder / "task" / name) for key, name in names.items()}
 
 
-@pytest.mark.parametrize(
-    "runner",
-    ["script", *(pytest.param(one, marks=pytest.mark.slow) for one in ("papermill", "jupyter nbconvert --execute"))],
-)
+@pytest.mark.parametrize("runner", ["script", pytest.param("jupyter nbconvert --execute", marks=pytest.mark.slow)])
 def test_the_folder_in_which_it_was_started(runner: str, started: Path) -> None:
     """papermill in a bare folder wrote the run into the clone of the kit, and nbconvert next to the notebook."""
     command = [str(word).replace("IN.", "clone/notebooks/x.") for word in COMMANDS[runner]]

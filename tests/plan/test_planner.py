@@ -107,8 +107,7 @@ def test_a_rollout_on_a_server_takes_nothing_here(tiny_model: Any) -> None:
 
 
 def test_a_run_that_does_not_fit_says_what_to_change() -> None:
-    """The order is that of the cost: time first, then precision, then what can be learnt. Each change is one that the
-    configuration takes, and all of them together fit."""
+    """By cost: time first, then precision, then what can be learnt; each change is valid, and all together fit."""
     words = ["rloo.beta=0.05", "rollout.rows=16", "model.load_in_4bit=false", "model.name=Qwen/Qwen3-4B"]
     words += ["rloo.thinking_budget=null", "rloo.answer_budget=null"]
     file = CONFIGS / "qwen3_4b_thinking.yaml"
@@ -176,8 +175,7 @@ def test_widths_follow_the_run() -> None:
 def test_training_generates_as_many_rows_as_are_planned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Any
 ) -> None:
-    """A plan that is printed and not followed runs out of memory all the same. A model that cannot be planned for is
-    no reason not to train it."""
+    """A plan that is printed and not followed runs out of memory; a model without a plan is trained all the same."""
     from rloo_kit.training.memory_watch import planned_limits
 
     run = load_config(SMALL, "rloo.tokens_per_pass=512", "rloo.memory=low")
@@ -203,8 +201,7 @@ def test_training_generates_as_many_rows_as_are_planned(
 def test_limits_are_those_of_the_engine_that_was_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Any
 ) -> None:
-    """`auto` was planned again with the loaded model's config: a policy that was loaded without vLLM got the limits of
-    vLLM's pool, and one that has it got rows that it does not take."""
+    """A policy that was loaded without vLLM got the limits of vLLM's pool, and the other way round."""
     from rloo_kit.preflight.trial_steps import load_of
     from rloo_kit.training.memory_watch import planned_limits
 
@@ -289,8 +286,7 @@ def test_the_model_is_checked_against_the_machine(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_configs_that_are_named_exist() -> None:
-    """A fix that names a config which is gone, or is for another GPU, is worse than none; that each fits the GPU of its
-    header is tested with the configs."""
+    """A fix that names a config which is gone, or is for another GPU, is worse than none."""
     for file, size in ON_GPU:
         assert fitting_config(Machine("a GPU", size * 1e9 / 2**30, 0.8, True)) == file and (ROOT / file).is_file()
     assert fitting_config(Machine("a GPU", 6.0, 0.8, True)) is None and (ROOT / ON_CPU).is_file()

@@ -159,8 +159,7 @@ def test_known_names_have_the_published_number_of_weights(name: str, weights: in
 def test_numbers_that_are_held_twice_agree() -> None:
     """The arithmetic may not import torch, so it holds some numbers of modules that do."""
     from rloo_kit.demo import cold_start
-    from rloo_kit.demo import cold_start as tokenizer
 
     for plan in cold_start.PLANS.values():
-        config = cold_start.model_config(plan, tokenizer.ROWS).to_dict()
+        config = cold_start.model_config(plan, cold_start.ROWS).to_dict()
         assert replace(shape_of_config(config), source=EMBEDDED.source) == EMBEDDED

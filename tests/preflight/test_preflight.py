@@ -50,8 +50,7 @@ def prepare(tmp_path: Path) -> Any:
 
 
 def made_to_think(data: Any) -> None:
-    """The demo's model mostly skips its thinking, and solves every sum that it thinks about: the prompts open it with
-    the first digit."""
+    """The demo's model solves every sum that it thinks about: the prompts open its thinking with the first digit."""
     data.train = data.train.map(lambda row: {"prompt": row["prompt"] + row["question"].partition("+")[0][-1]})
 
 
@@ -80,9 +79,8 @@ def test_hours_read_like_hours():
 
 
 def test_the_published_recipe_is_refused_with_its_reason(prepare):
-    """128 tokens and -1 for a missing </think> give every completion the same reward, and such a run used up hours of a
-    GPU without a warning. The embedded model thinks in 20 tokens, so a limit of 8 stands for 128. The value that the
-    message recommends is then tried."""
+    """128 tokens and -1 for a missing </think> used up hours of a GPU; the embedded model thinks in 20, so 8 stand for
+    128. The value that the message recommends is then tried."""
     words = ["rloo.max_completion_length=8", "rloo.temperature=0.1", "rewards=[{name: thinking_reward}]"]
     run, policy, data, rewards = prepare(DEMO, *words)
     made_to_think(data)
@@ -137,8 +135,7 @@ NOTHING_TO_LEARN: dict[str, tuple[Any, str, str, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTHING_TO_LEARN)
 def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
-    """No group has differing rewards, so nothing is trained; a reward that failed for every sample was found out an
-    hour of evaluation later; and one that was 1 for everything was advised to raise the temperature."""
+    """A reward that failed for every sample was found an hour later; one that always pays got wrong advice."""
     reward, fault_name, key, fix = NOTHING_TO_LEARN[name]
     greedy = [] if reward else ["rloo.temperature=0.01", "data.num_prompts=1000"]
     run, policy, data, rewards = prepare(DEMO, *greedy)
@@ -197,8 +194,7 @@ def test_few_completions_refuse_nothing(prepare):
 
 
 def test_a_step_that_cannot_learn_is_named():
-    """A gradient of NaN, of nothing, a rate of 0, and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01, and the loss wanders for a
-    night) are four faults with their keys."""
+    """NaN, no gradient, a rate of 0 and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01) are four faults with their keys."""
     nan, whole = float("nan"), ["model.lora=null", "model.dtype=bfloat16", "rloo.learning_rate=1e-6"]
     for norm, words, key in (
         (nan, [], "model.dtype"), (0.0, [], "model.lora.target_modules"), (1.0, whole, "rloo.learning_rate"),
@@ -211,8 +207,7 @@ def test_a_step_that_cannot_learn_is_named():
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_steps_are_taken_in_the_largest_pass(beta, tiny_folder, monkeypatch):
-    """With a KL penalty a pass is a whole group; a measurement of single sequences says that it fits. Two steps, for
-    the optimizer's state; the adapter "ref" and the gradients are gone afterwards."""
+    """With a KL penalty a pass is a whole group; two steps, for the optimizer's state, and nothing is left of them."""
     words = ["data.max_prompt_length=16", "rloo.max_completion_length=112", "model.max_seq_length=128"]
     words += ["rloo.num_generations=4", "rloo.per_device_train_batch_size=8", "rloo.tokens_per_pass=300"]
     run = kit.load_config(DEMO, *words, f"model.name={tiny_folder}", "model.family=auto", f"rloo.beta={beta}")
@@ -293,8 +288,7 @@ def test_sampler_and_trainer_agree_at_first(prepare, monkeypatch):
 
 @pytest.mark.slow
 def test_a_model_that_thinks_after_all_is_said_before_the_run(prepare):
-    """A merged R1 distillation under a name of its own, with a template that opens nothing, was taken for an instruct
-    model: its thoughts were judged as answers, and preflight said GO."""
+    """A merged R1 distillation was taken for an instruct model, and preflight said GO."""
     run, policy, data, rewards = prepare(DEMO)
     policy.family = "instruct"
     found = kit.check_preflight(run, policy, data, rewards)
@@ -316,8 +310,7 @@ def counted(completions, **_columns):
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_training_afterwards_is_training_without(prepare, tmp_path, precision, monkeypatch):
-    """With a preflight in front, `train` gives bit for bit the weights that it gives without one: for a new adapter, a
-    continued one and the base, and with a reward in a worker that counts its calls."""
+    """`train` gives bit for bit the weights that it gives without one, whatever it starts from."""
     (tmp_path / "my_rewards.py").write_text(COUNTER)
     file = tmp_path / "counted.yaml"
     file.write_text(DEMO.read_text())
@@ -389,8 +382,7 @@ def test_the_command_and_its_exit_codes(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_train_stops_at_a_no_go(tmp_path):
-    """`rloo-kit train` with run.preflight=true: exit code 2 before the first evaluation, and the folder is free for
-    the corrected run."""
+    """Exit code 2 before the first evaluation, and the folder is free for the corrected run."""
     words = [f"run.output_dir={tmp_path}", *SMALL, *HOPELESS]
     code, printed, noise = call("train", DEMO, *words)
     assert code == 2 and "rloo.learning_rate is 0" in noise and "NO-GO" in printed

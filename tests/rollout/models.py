@@ -16,11 +16,7 @@ PROMPTS = [[5, 6, 7], [5, 6, 7], [9] * 20, [1], [3, 2, 1, 0, 4], [40, 41]]
 BUDGET = Limits(20, 6, 4, (7, THINK_END, 8), THINK_END)  # three tokens close the thinking
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-FILTERS = {
-    "top p": Filters(top_p=0.6),
-    "top k": Filters(top_k=3),
-    "all": Filters(top_p=0.8, top_k=12),
-}
+FILTERS = {"top p": Filters(top_p=0.6), "top k": Filters(top_k=3), "all": Filters(top_p=0.8, top_k=12)}
 
 
 def lean(model: Any, bias: dict[int, float]) -> Any:
@@ -103,6 +99,23 @@ def check_logps(
         for start, end in (*forced, *context):
             exact[start:end] = [float("nan")] * (end - start)
         assert logps == pytest.approx(exact, abs=tolerance, nan_ok=True)
+
+
+def budget_kinds(found: Any, limits: Limits) -> set[str]:
+    """How the completions' thinking ended; what was forced closes it at the budget, and answers keep theirs."""
+    kinds, budget, answer = set(), limits.thinking_budget, limits.answer_budget
+    assert budget is not None and answer is not None
+    for ids, spans in zip(found.completion_ids, found.forced, strict=True):
+        if spans:
+            end = budget + len(limits.close_ids)
+            assert spans == [(budget, end)] and tuple(ids[budget:end]) == limits.close_ids
+        elif THINK_END in ids:
+            end = ids.index(THINK_END) + 1
+        else:
+            end = len(ids)
+        assert len(ids) - end <= answer
+        kinds.add("forced" if spans else "closed" if THINK_END in ids else "ended")
+    return kinds
 
 
 def run_out_above(

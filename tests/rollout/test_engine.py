@@ -17,8 +17,7 @@ PROMPTS = ["12+13=", "a much longer prompt than the others", "7", "1+1=2?"]
 
 @pytest.fixture
 def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Callable[..., Any]:
-    """`make_policy(bias={id: b})`: a random Qwen3 whose head leans towards some ids, so that a test can have it close
-    its thinking early, late or never."""
+    """`make_policy(bias={id: b})`: a random Qwen3 whose head leans towards some ids."""
 
     def build(seed: int = 0, bias: dict[int, float] | None = None, **config: Any) -> Any:
         model = make_tiny_model(seed, tie_word_embeddings=False, **config)
@@ -28,20 +27,8 @@ def make_policy(make_tiny_model: Callable[..., Any], tiny_tokenizer: Any) -> Cal
     return build
 
 
-def test_greedy_ids_are_those_of_single_rows(make_policy):
-    """Batches are padded and sorted by length: a mistake in mask, positions or order shows as another prompt's answer,
-    and accuracy drops a little without a word."""
-    policy = make_policy(bias={TURN_END: 3.0}, initializer_range=0.4)
-    found = generate_completions(policy, PROMPTS, limits=12, temperature=0, batch_size=3)
-    assert [completion.prompt for completion in found] == PROMPTS
-    wanted = [generate_completions(policy, [prompt], limits=12, temperature=0)[0].ids for prompt in PROMPTS]
-    assert [completion.ids for completion in found] == wanted
-    assert len({tuple(ids) for ids in wanted}) == 4 and len({len(ids) for ids in wanted}) > 1
-
-
 def test_whole_distribution_whatever_the_checkpoint_says(make_policy):
-    """Qwen3's generation config asks for top-k 20 and top-p 0.95. `generate` fills every option that is not given from
-    there, and the evaluation then measures another distribution than the one that is trained."""
+    """`generate` fills what is not given from the checkpoint's top-k 20 and top-p 0.95: another distribution."""
     plain, narrowed = make_policy(), make_policy()
     settings = {"top_k": 1, "top_p": 0.1, "min_p": 0.9, "temperature": 0.01, "repetition_penalty": 9.0}
     for name, value in (settings | {"typical_p": 0.1}).items():
@@ -81,8 +68,7 @@ def test_flags_are_told_by_ids(make_policy):
 
 
 def test_every_declared_end_token_ends(make_policy):
-    """Training stops at each end token that the checkpoint declares; an evaluation that knew only the tokenizer's read
-    on into whatever came after."""
+    """An evaluation that knew only the tokenizer's end token read on into whatever came after."""
     policy = make_policy()
     assert find_end_ids(policy) == [TURN_END, END_OF_TEXT]
     policy.model.generation_config.eos_token_id = END_OF_TEXT
@@ -92,8 +78,7 @@ def test_every_declared_end_token_ends(make_policy):
 
 
 def test_open_thinking_is_closed_at_the_budget(make_policy):
-    """`</think>` comes right after the budget's last token, once, and the answer gets no more than its own budget, or
-    without one what is left; a budget of 0 asks for the answer at once."""
+    """`</think>` comes right after the budget's last token, once, and the answer gets its budget or what is left."""
     policy = make_policy(bias={THINK_END: -100, TURN_END: -100, END_OF_TEXT: -100})
     for limit, budget, answer, length in ((99, 4, 3, 8), (6, 0, None, 6), (6, 9, None, 11)):
         limits = make_budget_limits(policy.tokenizer, policy.tags, limit, budget, answer)

@@ -52,8 +52,7 @@ def sample(engine: Any, dialogue: Any, limits: Limits = LONG) -> Any:
 @pytest.mark.parametrize("rows", [None, 5])
 @pytest.mark.parametrize("name", ["native", "generate"])
 def test_turns_continue_behind_their_replies(make_model, name, rows, limits):
-    """Every token has the log-probability of the whole sequence before it, the replies have none, and each row got its
-    own reply."""
+    """Every token has the log-probability of the whole sequence before it; each row got its own reply."""
     model, dialogue = make_model(), Echo()
     found = sample(engine_for(model, name, rows=rows), dialogue, limits)
     check_logps(model, [prompt for prompt in PROMPTS for _ in range(4)], found)
@@ -71,8 +70,7 @@ def test_turns_continue_behind_their_replies(make_model, name, rows, limits):
 
 
 def test_what_is_sampled_does_not_depend_on_how_long_a_tool_takes(make_model):
-    """A killed run that is resumed meets its tools at other times: drawn from one stream in the order of the rows that
-    happen to be live, its tokens would differ from those of the run that was not killed."""
+    """A resumed run meets its tools at other times: drawn from one stream, its tokens would differ."""
     model = make_model()
     plain = sample(engine_for(model), Echo())
     slow = sample(engine_for(model), Echo(lambda number: 0.002 * (number * 7 % 11)))
@@ -155,8 +153,7 @@ BROKEN = {  # what stands in <tool_call>, as JSON, and words of what the model r
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_call_that_nothing_can_take_is_unreadable(tiny_tokenizer, case):
-    """A repeated bracket ended a run by a RecursionError, half a surrogate pair where a file or a template had it. A
-    call without a name stood for an environment's reply."""
+    """A repeated bracket was a RecursionError, half a surrogate pair and a call without a name were calls."""
     text, words = BROKEN[case]
     parser = ToolParser(ToolFormat(with_tools(tiny_tokenizer), True))
     message, problem = parser.read(

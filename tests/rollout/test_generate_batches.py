@@ -41,8 +41,7 @@ def test_what_reaches_generate(make_tiny_model: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("replies", [False, True], ids=["one turn", "tools"])
 def test_batches_of_as_many_rows_share_a_mode(replies, make_tiny_model, monkeypatch):
-    """Unsloth captured its CUDA graphs again for every batch, a second each. It keeps the buffers of two numbers of
-    rows, so the mode is left between two of them, and when memory ran out."""
+    """Unsloth captured its CUDA graphs again for every batch; it keeps the buffers of two numbers of rows."""
     model = adapted(lean(make_tiny_model(initializer_range=0.3), {TURN_END: 3.0}))
     engine = engine_for(model, "generate", rows=4)
     engine.check_padding()
@@ -104,8 +103,7 @@ def test_a_generate_without_log_probabilities_is_refused(make_tiny_model):
 
 @pytest.mark.parametrize("limits", [Limits(30), Limits(30, 4, 3, (3,), 9)], ids=["plain", "budget"])
 def test_a_stop_check_that_comes_late_is_refused(limits, make_tiny_model, monkeypatch):
-    """transformers' check one step late (on MPS today) computes a token more and cuts it off: one log-probability too
-    many, and a ValueError of `zip` in the middle of the kit."""
+    """transformers' stop check one step late (on MPS today) gives one log-probability too many."""
     monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *_, **__: True)
     monkeypatch.setattr(torch, "Event", Mock())  # the CPU has no events to wait for
     engine = engine_for(lean(make_tiny_model(), {TURN_END: 4.0}), "generate")

@@ -2,7 +2,6 @@
 on the same ones, which is what a graph is. Whatever Python computes between two tokens, a replay does not see."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -28,6 +27,7 @@ from rloo_kit.rollout.decoders import ModuleDecoder, SlotCache
 from rloo_kit.rollout.graphs import TokenSteps
 from rloo_kit.rollout.native import make_decoder
 from rloo_kit.rollout.types import CompletionState, Limits
+from tests.episodes import Echo
 from tests.rollout.models import (
     BUDGET,
     FILTERS,
@@ -121,8 +121,7 @@ def leaning(model: Any, turn: float, think: float = 0.0) -> Any:
     [*((shape, "nf4, float32") for shape in SHAPES), ("qwen3", "float32"), ("qwen2.5", "some 4-bit, float32")],
 )
 def test_log_probabilities_are_those_of_single_sequences(make_model, replayed, shape, kind):
-    """Prompts of unequal length, fewer slots than rows, rows that end at different times, a budget that closes some:
-    each sampled token has the log-probability that the model's own forward gives to its sequence alone."""
+    """Unequal prompts, fewer slots than rows, budgets: each token as likely as the model's own forward says."""
     model = leaning(make_model(kind, shape), turn=4.0, think=3.0)
     torch.manual_seed(1)
     prompts = [prompt for prompt in PROMPTS for _ in range(3)]
@@ -137,8 +136,7 @@ def test_log_probabilities_are_those_of_single_sequences(make_model, replayed, s
 @pytest.mark.parametrize("kind", ["bf16", "nf4"])
 @pytest.mark.parametrize("shape", ["qwen3", "llama", "smollm2", "qwen2.5"])
 def test_sixteen_bits_differ_by_their_rounding(make_model, replayed, shape, kind):
-    """The logits of the decoder are as near to those of the same weights in float32 as the modules' own are, and both
-    within their dtype's rounding of the largest."""
+    """The decoder's logits are as near to those in float32 as the modules' own, within their dtype's rounding."""
     model = make_model(kind, shape)
     rows = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [row[: 3 + number % 7] for number, row in enumerate(rows)]
@@ -185,9 +183,7 @@ def as_float32(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rollout_from_graphs_is_the_rollout_without(make_model, replayed, monkeypatch, kind):
-    """Same seed, same completions, bit for bit those of the same steps launched from Python; in float32 also those of
-    rows and lengths that are not rounded up: random numbers are inputs, drawn for the live rows only. With a filter
-    that reads all tokens so far."""
+    """Bit for bit the same steps launched from Python; in float32 also those of rows and lengths not rounded up."""
     model = leaning(make_model(kind), turn=3.0, think=2.0)
     for options, limits in (({"filters": FILTERS["all"]}, Limits(12)), ({}, BUDGET), ({"temperature": 0.0}, Limits(9))):
         found = []
@@ -205,33 +201,18 @@ def test_a_rollout_from_graphs_is_the_rollout_without(make_model, replayed, monk
                 check_kept(model, PROMPTS * 2, replay, FILTERS["all"], 1.0)
 
 
-class Tool:
-    """Answers each of the first two turns with two ids."""
-
-    def ask(self, number: int, turn: list[int], turns: int) -> Any:
-        if turns >= 2:
-            return None
-        reply: Future[Any] = Future()
-        reply.set_result([20 + number, 30])
-        return reply
-
-    def read(self, number: int, reply: Any, room: int) -> list[int]:
-        return reply.result() if len(reply.result()) < room else []
-
-
 def test_turns_with_tools_from_graphs(make_model, replayed):
     """A row that comes back is filled again while the graphs of other rows go on."""
     model, limits = leaning(make_model("nf4, float32"), turn=6.0), Limits(24, 5, 4, (THINK_END,), THINK_END)
     torch.manual_seed(0)
-    found = in_graphs(engine_for(model, rows=3)).sample(PROMPTS, limits, dialogue=Tool())
+    found = in_graphs(engine_for(model, rows=3)).sample(PROMPTS, limits, dialogue=Echo())
     assert sum(len(spans) == 2 for spans in found.context) > 2
     check_logps(model, PROMPTS, found, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("method", "call"), [("compute", 4), ("__init__", 1)])
 def test_rows_are_halved_when_memory_runs_out(make_model, replayed, monkeypatch, method, call):
-    """The buffers of the failed attempt go, and every row continues from its tokens so far; the buffers that a rollout
-    begins with may not fit either."""
+    """The failed attempt's buffers go, every row continues from its tokens; the first buffers may not fit either."""
     model, said = make_model("nf4, float32"), []
     wanted = engine_for(model, temperature=0.0).sample(PROMPTS, Limits(20)).completion_ids
     plain, calls = getattr(TokenSteps, method), []
@@ -269,8 +250,7 @@ CAPTURES = {  # what a capture gives, and what the line says
 
 @pytest.mark.parametrize("name", CAPTURES)
 def test_without_a_capture_the_rollout_goes_on(make_model, monkeypatch, name):
-    """One line says so once; each token is then launched from Python, in later rollouts too. Out of memory in a
-    capture, whose pool is its own, does not halve rows that fit. A graph without a kernel would draw noise."""
+    """One line says so once; memory that runs out in a capture does not halve rows that fit."""
     model, said = make_model("nf4, float32"), []
     capture, message = CAPTURES[name]
     monkeypatch.setattr(graphs, "capture", capture)
@@ -285,8 +265,7 @@ def test_without_a_capture_the_rollout_goes_on(make_model, monkeypatch, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
-    """A step with other tokens, positions and random numbers touches the same memory with the same operations, and runs
-    on tensors without values, where a host read or a shape that depends on data is an error."""
+    """Another step touches the same memory with the same operations, and reads no value back."""
     model = make_model(kind)
     engine, decoder = engine_for(model, filters=FILTERS["all"]), make_decoder(model)
     with torch.no_grad():
@@ -312,8 +291,7 @@ def test_a_step_reads_nothing_back_and_stays_where_it_is(make_model, kind):
 
 
 def test_less_than_half_of_the_operations(make_model):
-    """What a GPU without graphs waits for: through the modules a token of a 4-bit model with an adapter on all layers
-    took 181 operations a layer."""
+    """Through the modules a token of a 4-bit model with an adapter took 181 operations a layer."""
     model = make_model("nf4", num_hidden_layers=6)
     found, positions = {}, torch.tensor([3, 2])
     for decoder in (ModuleDecoder(model), make_decoder(model)):
@@ -328,8 +306,7 @@ def test_less_than_half_of_the_operations(make_model):
 
 
 def test_joined_matrices_take_no_memory(make_model):
-    """Three 4-bit matrices become views of one: a copy would be the whole model again. The modules compute as before,
-    and a second rollout finds them joined."""
+    """Three 4-bit matrices become views of one: a copy would be the whole model again."""
     model = make_model("nf4")
     attention = model.get_base_model().model.layers[0].self_attn
     weights = [getattr(attention, name).base_layer.weight for name in ("q_proj", "k_proj", "v_proj")]
@@ -370,8 +347,7 @@ ALMOST = {  # layers that have other positions, scales or rotations, which a few
 
 @pytest.mark.parametrize("name", ALMOST)
 def test_classes_that_are_almost_plain_go_through_the_modules(name):
-    """In bf16 the logits of five tokens were within the check's tolerance, and the log-probabilities of the rollout off
-    by 0.1, as much as the preflight allows."""
+    """In bf16 five tokens were within the check's tolerance, and the rollout's log-probabilities off by 0.1."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES | ALMOST[name])
     model = adapted(transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16), scale=0.1).eval()
@@ -398,8 +374,7 @@ def test_a_merged_adapter_that_is_switched_off_is_not_sampled(make_model):
 
 
 def test_adapters_that_are_not_two_matrices_go_through_the_modules(make_tiny_model):
-    """DoRA scales rows by their length: two matrices alone would sample another policy. A layer without an adapter and
-    one that is switched off are plain."""
+    """DoRA scales rows by their length: two matrices alone would sample another policy."""
     base = make_tiny_model(tie_word_embeddings=False).to(torch.bfloat16)
     settings = {"r": 4, "target_modules": MODULES, "task_type": "CAUSAL_LM"}
     dora = get_peft_model(base, LoraConfig(**settings, use_dora=True))

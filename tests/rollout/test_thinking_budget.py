@@ -56,8 +56,7 @@ def in_stretches(text: list[int], limits: Limits) -> CompletionState:
 @pytest.mark.parametrize("run", [token_by_token, in_stretches])
 @pytest.mark.parametrize("name", CASES)
 def test_both_ways_keep_the_same_rules(name, run):
-    """Some engines force tokens between two of their own, a server is called twice; a run that changed its engine
-    must not change what a budget means."""
+    """A run that changed its engine must not change what a budget means."""
     text, (ids, forced) = CASES[name]
     state = run(text, LIMITS)
     assert (state.ids, state.forced) == (ids, forced)

@@ -17,8 +17,7 @@ LIBRARIES = ("rloo_kit", "rewards", "trl", "transformers", "peft", "datasets", "
 
 
 def check_names(blocks: list[Block], libraries: tuple[str, ...]) -> tuple[list[str], set[str]]:
-    """Imports and calls of these libraries that the installed versions would refuse, with their place; and all calls
-    that were checked, as they are written."""
+    """Imports and calls of these libraries that would be refused, with their place; and all that were checked."""
     origins: dict[str, tuple[str, str]] = {}  # a name of the blocks: its module and its name in there
     faults, checked = [], set()
     for block in blocks:
@@ -60,8 +59,7 @@ def resolve(module: str, dotted: str) -> Any:
 
 
 def known_keywords(module: str, name: str) -> set[str]:
-    """The keyword arguments that what is called names itself; a class that hands **kwargs on takes what its parent
-    takes."""
+    """The keyword arguments of what is called; a class that hands **kwargs on takes its parent's."""
     if name.endswith(".with_"):  # a reward's parameters
         return {field.name for field in dataclasses.fields(resolve(module, name.removesuffix(".with_")))}
     called = resolve(module, name)

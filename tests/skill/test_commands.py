@@ -33,8 +33,7 @@ def find_faults(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_the_page_runs(page: str) -> None:
-    """An agent copies a line with an option that was renamed, and repairs the wrong thing. Sentences of the pages that
-    are for people also name commands without their arguments."""
+    """An agent copies a line with an option that was renamed, and repairs the wrong thing."""
     blocks = find_shell if page in dict(read_pages()) else partial(find_blocks, language="bash")
     for block in blocks(page, PAGES[page]):
         done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=30)

@@ -23,9 +23,7 @@ def test_the_validator_takes_it(tmp_path: Path) -> None:
 
 
 def test_the_versions_and_names_are_the_packages() -> None:
-    """Only the description is in the context before the skill is loaded; a stale version hides an old install, and
-    keeps people on the old skill: `claude plugin update` compares versions only. Without `"skills": ["./"]` a plugin
-    looks for a folder skills/, finds none, and loads nothing, without a word."""
+    """A stale version keeps people on the old skill; without `"skills": ["./"]` a plugin loads nothing."""
     front = yaml.safe_load((ROOT / "SKILL.md").read_text(encoding="utf-8").split("---\n", 2)[1])
     assert front["name"] == "rloo" and "Use it when" in front["description"] and "Not for" in front["description"]
     plugin = json.loads((ROOT / ".claude-plugin" / "plugin.json").read_text(encoding="utf-8"))
@@ -40,8 +38,7 @@ def test_the_versions_and_names_are_the_packages() -> None:
 
 
 def test_the_tree_holds_one_skill() -> None:
-    """Installers install a second SKILL.md by itself, look into skills/ first, drop files named metadata.json, and keep
-    some links and follow others."""
+    """Installers install a second SKILL.md, look into skills/ first, and drop files named metadata.json."""
     names = [Path(name) for name in list_tracked()]
     assert [str(path) for path in names if (ROOT / path).is_symlink()] == ["rloo_kit/rewards"]
     assert [str(path) for path in names if path.name == "SKILL.md"] == ["SKILL.md"]

@@ -69,16 +69,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_tree_is_the_repository(place: Path) -> None:
-    """Installers end with exit code 0 and a tick whatever they copied: four versions in a row copied SKILL.md alone.
-    Only the files say. A link that is kept leads into a clone that is deleted."""
+    """Four versions in a row copied SKILL.md alone, with exit code 0; a kept link leads into a deleted clone."""
     skill = place / "project" / ".claude" / "skills" / "rloo"
     assert tree(skill) == tree(place / "work")
     assert all(path.resolve().is_relative_to(skill.resolve()) for path in skill.rglob("*") if path.is_symlink())
 
 
 def test_pip_installs_the_installed_skill(place: Path) -> None:
-    """A build that leans on git, or on a file that the installer leaves out, works in the checkout and nowhere else.
-    The project ignores `.claude/`, as many do: a build that asks the project's .gitignore makes an empty package."""
+    """A build that leans on git, on a left-out file or on the project's .gitignore works in the checkout alone."""
     project, skill = place / "project", place / "project" / ".claude" / "skills" / "rloo"
     run(["git", "init", "-q", project], place)
     (project / ".gitignore").write_text(".claude/\n*.yaml\nrloo_kit/\n", encoding="utf-8")

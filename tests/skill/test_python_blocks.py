@@ -44,8 +44,7 @@ def test_yaml_blocks_are_parts_of_a_config(block: Block, tmp_path: Path) -> None
 
 
 def test_the_example_reward_works_as_the_config_names_it(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """An example that gives 1.0 for a spelt-out tag, or 0 where it does not apply, would be copied with its fault. The
-    YAML next to it has to find the module in the config's folder and give it the tag's id."""
+    """A faulty example would be copied; the YAML next to it finds the module and gives it the tag's id."""
     page = "docs/rewarding.md"
     blocks = find_blocks(page, (ROOT / page).read_text(encoding="utf-8"), "python")
     (tmp_path / "my_rewards.py").write_text(next(block.code for block in blocks if "my_rewards.py" in block.code))

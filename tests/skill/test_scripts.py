@@ -54,8 +54,7 @@ def test_check_setup_names_what_is_missing(tmp_path: Path) -> None:
 
 
 def check_elsewhere(tmp_path: Path, programs: dict[str, str], first: str = "") -> tuple[int, Any]:
-    """check_setup.py in a copy of the skill, by a link to this Python that has no rloo-kit next to it, with a PATH of
-    these shell scripts and nothing else; the Python line `first` before it."""
+    """check_setup.py in a copy of the skill, without rloo-kit next to it and with these shell scripts as PATH."""
     skill, python, folder = tmp_path / "skill", tmp_path / "only-python" / "python3", tmp_path / "bin"
     python.parent.mkdir()
     python.symlink_to(Path(sys.executable).resolve())

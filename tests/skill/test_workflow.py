@@ -1,7 +1,4 @@
-"""The commands of SKILL.md, run to their end in a project folder with the skill next to it, as an agent runs them.
-
-Only sizes are changed: six training steps instead of sixty.
-"""
+"""The commands of SKILL.md, run to their end in a project folder as an agent runs them; only sizes are changed."""
 
 import json
 import os

@@ -130,9 +130,7 @@ def test_async_tools_in_a_process_that_runs_a_loop():
 
 
 def test_an_environment_survives_the_death_of_its_process():
-    """A call that hangs ends the process with the environments of all rows: each is built again from its own calls, in
-    a time of its own. Three calls of 0.4 s, repeated before the next one, were more than its limit of 1 s: the row was
-    lost for good, and with each of its calls the process of all others."""
+    """Each environment is built again from its own calls, in a time of its own, or one call would cost all rows."""
     toolbox = toolbox_of(environment=f"{FILE}:Counter")
     assert toolbox.owns_reward and toolbox.environment == "Counter"
     found = toolbox.reset([0, 1, 2], [{"start": 5, "prompt": "x"}, {"start": 0}, {"start": -1}])
@@ -201,8 +199,7 @@ RESERVED: dict[str, tuple[dict[str, Any], str]] = {  # members of the class, wor
 
 @pytest.mark.parametrize("case", RESERVED)
 def test_methods_that_the_kit_calls_are_not_taken_for_tools(case):
-    """As in tau-bench, `respond(content)` answers the customer: it was offered to nobody, and called with all messages
-    after each turn without a call; its text came back as one message a letter."""
+    """tau-bench's `respond(content)` answers the customer: it was offered to nobody, and called after each turn."""
     members, words = RESERVED[case]
     kind = type("World", (World,), members)
     if words.startswith("["):
@@ -224,9 +221,7 @@ def test_an_observation_is_a_text_or_none(found):
 
 
 def test_rewards_read_what_an_environment_holds():
-    """TRL's examples keep their state in names with an underscore, because public methods are tools: rewards saw no
-    such name, no class's, no slot and no property. What is no plain value is named. One infinity or number of NumPy in
-    a list kept all of it in the process, and a property that called sys.exit every attribute."""
+    """TRL's examples keep state in names with an underscore; one odd value kept all of it in the process."""
     toolbox = toolbox_of(environment=f"{FILE}:Stateful")
     toolbox.reset([0], [{}])
     (seen,) = toolbox.environments()
@@ -278,9 +273,7 @@ WAYS = ("as it is", "json", "php", "repr", "json in repr", "codes", "bytes", "qu
 
 @pytest.mark.usefixtures("fresh")
 def test_a_tool_never_shows_a_key_that_it_was_given(monkeypatch):
-    """A tool raised an error with the address that it had called, key included, as HTTP libraries write it: the model
-    read it, and rollouts/, before.json, after.json, the report and the log had it. In any spelling, in results too, in
-    each process, and in the one that replaces a process after a hang."""
+    """An HTTP error's address had the key: the model read it, and rollouts/, the report and the log had it."""
     monkeypatch.setenv("MY_API_KEY", KEY)
     names = ("fails", "shows", "returns", "is_no_text", "hangs")
     toolbox = toolbox_of(*names, file=LEAKING, tool_env=["MY_API_KEY"], tool_processes=2)
@@ -317,8 +310,7 @@ def test_a_limit_that_falls_into_a_key_leaves_none_of_it(monkeypatch):
 
 @pytest.mark.usefixtures("fresh")
 def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
-    """Its observation becomes part of the prompt, its messages and attributes of rollouts/ and of the rewards' columns.
-    Numbers stay numbers."""
+    """Observations, messages and attributes go into prompts, rollouts/ and rewards' columns; numbers stay numbers."""
     monkeypatch.setenv("MY_API_KEY", KEY)
     toolbox = toolbox_of(environment=f"{LEAKING}:Leaky", tool_env=["MY_API_KEY"])
     good, bad = toolbox.reset([0, 1], [{}, {"fail": 1}])
@@ -334,8 +326,7 @@ def test_an_environment_never_shows_a_key_that_it_was_given(monkeypatch):
 
 @pytest.mark.usefixtures("fresh")
 def test_only_what_is_worth_hiding_is_hidden(monkeypatch):
-    """With a dummy key of a server that wants none, half of all texts would be stars; of keys that begin alike the
-    longer one goes whole; libraries strip a key, and print single lines of a certificate."""
+    """A dummy key would star half of all texts; the longer of two goes whole, stripped or line by line."""
     values = {
         "DUMMY_KEY": "1", "LOCAL_TOKEN": "EMPTY", "LEVEL": "debug", "SERVER_URL": "https://host/", "A_KEY": "sk-abcdef",
         "B_KEY": "sk-abcdef-ghi", "PADDED_KEY": "  sk-padded\n", "MY_API_KEY": "-----BEGIN-----\nqwertz\n-----END-----",

@@ -20,8 +20,7 @@ TRIMMING = FORM.tokenizer.chat_template.replace("message.content }}", "message.c
 @pytest.mark.parametrize("asked", ["Play.", "start", "hi", "think", "assistant", "is", "<|im_", "user", SHOTS, SYSTEM])
 @pytest.mark.parametrize("template", [TOKENIZER.chat_template, TRIMMING])
 def test_an_observation_is_text_behind_the_user_s_message(asked, template, monkeypatch):
-    """Questions whose words the template's end has too put it inside <|im_start|> or <think>; its own control tokens
-    were turns of the assistant."""
+    """Questions with words of the template's end put it inside <think>; its control tokens were turns."""
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
     TOKENIZER.__dict__.pop("_template", None)
     message = asked if isinstance(asked, str) else asked[-1]["content"]

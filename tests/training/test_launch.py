@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rloo_kit.runs.rollouts import read_rollouts
+from tests.loop.conftest import assert_same, weights
 
 pytestmark = pytest.mark.slow
 
@@ -118,14 +119,8 @@ def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def adapter_of(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
 def assert_same_adapter(one, other, atol=0.0):
-    first, second = adapter_of(one), adapter_of(other)
+    first, second = weights(one / "adapter"), weights(other / "adapter")
     assert first.keys() == second.keys() and first
     for name, tensor in first.items():
         assert (tensor - second[name]).abs().max().item() <= atol, name
@@ -184,8 +179,7 @@ def test_an_evaluation_by_two_processes_is_that_of_one(launched, config):
 
 
 def test_ctrl_c_saves_and_another_launcher_goes_on(launched, config):
-    """Ctrl-C to `accelerate launch`, then `--resume` under torchrun: the same adapter as the run that was never
-    stopped."""
+    """Ctrl-C to `accelerate launch`, `--resume` under torchrun: the adapter of the run that was never stopped."""
     folder = config.parent / "outputs" / "stopped"
     started = Started(command_of("accelerate", config, "run.name=stopped"), config.parent).until("step 3/30")
     ranks = started.ranks()
@@ -214,8 +208,7 @@ def test_a_refusal_ends_all_processes_with_one_message(launched, config):
 @pytest.mark.long
 @pytest.mark.parametrize("kill", [False, True], ids=["stopped", "killed"])
 def test_one_process_alone_is_ended(kill, config):
-    """One process was killed for its memory, or ended first by a scheduler, and the other one waited for it: the GPU
-    was taken until somebody saw."""
+    """One process was killed, and the other one waited for it with the GPU's memory until somebody saw."""
     started = Started(command_of("accelerate", config, f"run.name=ended_{kill}"), config.parent).until("step 2/30")
     ranks = started.ranks()
     ranks[1].kill() if kill else ranks[1].terminate()
@@ -304,10 +297,7 @@ def test_shards_train_evaluate_and_go_on_as_copies_do(config, copies, shards):
 
 
 def test_processes_keep_the_best_weights_together(config, copies, shards):
-    """Each process decided by its own part of the prompts, and one stopped alone; or adapter/ had the last weights,
-    because what is shared out cannot be loaded as a file."""
-    from safetensors.torch import load_file
-
+    """Each process decided by its own prompts, and one stopped alone; or adapter/ had the last weights."""
     from rloo_kit import evaluate, load_config, load_data, load_policy
 
     for kind, place, (found, printed) in (("copies", 1, copies), (shards[0], 2, shards[1:])):
@@ -318,12 +308,8 @@ def test_processes_keep_the_best_weights_together(config, copies, shards):
         assert [(row["step"], row["value"]) for row in rows] == [(0, 1.0), (1, 2.0), (2, -3.0), (3, -4.0)]
         assert printed.count("held-out at step 1:") == 1
         assert json.loads((folder / "status.json").read_text())["adapter_step"] == 1
-        best = load_file(folder / "best" / "adapter_model.safetensors")
-        adapter, last = (
-            adapter_of(folder),
-            load_file(folder / "checkpoints" / "checkpoint-3" / "adapter_model.safetensors"),
-        )
-        assert adapter.keys() == best.keys() and all(best[key].equal(value) for key, value in adapter.items())
+        adapter, last = weights(folder / "adapter"), weights(folder / "checkpoints" / "checkpoint-3")
+        assert_same(adapter, weights(folder / "best"))
         assert not all(last[key].equal(value) for key, value in adapter.items())
         loaded = load_config(config, f"model.adapter={folder / 'adapter'}")
         policy = load_policy(loaded)
@@ -332,8 +318,7 @@ def test_processes_keep_the_best_weights_together(config, copies, shards):
 
 
 def test_copies_of_a_4bit_model_train_and_measure_together(config, copies):
-    """The way for a 32B model on GPUs with 48 GB: accelerate refuses 4-bit weights that lie on another device. Of pass
-    rates each process measured every prompt: twice the work."""
+    """accelerate refuses 4-bit weights that lie on another device; of pass rates each process measured every prompt."""
     ((_, _, packed, first), (_, _, packed_2, second)), _ = copies
     assert packed == packed_2 and packed["steps"] == 2 and packed["in_4bit"]
     assert first["asked"] + second["asked"] == [f"add {n}" for n in range(7)]

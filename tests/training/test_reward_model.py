@@ -72,19 +72,12 @@ def tokenizer_of(kind, request):
     return tokenizer, None
 
 
-KINDS = [
-    "thinking",
-    "instruct",
-    "bos",
-    "plain",
-    *(pytest.param(f"qwen3-{on}", marks=pytest.mark.slow) for on in ("on", "off")),
-]
+QWEN3 = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3-on", "qwen3-off")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["thinking", "instruct", "bos", "plain", *QWEN3])
 def test_training_and_a_run_read_the_same_ids_which_are_trls(kind, request):
-    """A reward model that was trained on `...4<|im_end|>` and scores `...4` in the run ranks by a token that it never
-    read; a thinking policy's prompt also ends in an open `<think>`, which no preference has."""
+    """A reward model that scores other ids than it was trained on ranks by a token that it never read."""
     tokenizer, enable_thinking = tokenizer_of(kind, request)
     prompt = "2+2=?" if kind == "plain" else TALK
     answers = {
@@ -124,8 +117,7 @@ FAST = (
     "lora", ["reward_model.lora=null", "reward_model.lora={r: 8, alpha: 32}"], ids=["full", "lora"]
 )
 def test_it_learns_a_rule_and_a_run_uses_it(load, lora, tmp_path, monkeypatch, write_config):
-    """The whole road by its commands: held-out accuracy, the folder's files, the printed entry in a run's config, and
-    the published recipe's call, whose values are those of the run."""
+    """The whole road by its commands: accuracy, files, the printed entry in a config, the published recipe's call."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     load()
@@ -170,8 +162,7 @@ THOUGHT, ANSWER = "hm</think>", [104, 109, 260]
 
 
 def test_of_a_thinking_model_it_reads_the_answer_alone(tiny_folder, tmp_path):
-    """Preferences are over answers: with the thought in front, its length decided. A completion that never closes its
-    thinking was scored as an answer, or escaped with None: it gets the lowest score of the call."""
+    """With the thought in front its length decided; a completion that never closes it gets the call's lowest score."""
     AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.save_pretrained(tmp_path)
@@ -204,8 +195,7 @@ def measure(pairs, score):
 
 
 def test_a_model_of_length_is_found_out():
-    """Where three of four preferences are for the longer answer, a model that counts tokens is 75 % right, and RLOO
-    with it writes until the limit."""
+    """A model that counts tokens is 75 % right where three of four preferences are for the longer answer."""
     found, warnings, result = measure(pairs_of(*[(5, 3)] * 30, *[(3, 5)] * 10, (4, 4)), lambda text: float(len(text)))
     assert found["accuracy"] == found["accuracy of length alone"] == pytest.approx(30.5 / 41)
     assert found["accuracy, chosen is longer"] == 1.0 and found["accuracy, chosen is shorter"] == 0.0
@@ -246,8 +236,7 @@ def test_conversations_and_texts_are_the_same_pairs(load, tiny_tokenizer):
 
 
 def test_no_prompt_is_on_both_sides_and_what_is_left_out_is_counted(load, tiny_tokenizer, capsys):
-    """Pairs of one prompt in training and in the measurement show what was learnt by heart; a pair that is cut decides
-    by a part of an answer."""
+    """Pairs of one prompt on both sides show what was learnt by heart; a cut pair decides by a part of an answer."""
     rows = [row | {"chosen": row["chosen"] + suffix} for row in make_rows(20) for suffix in ("", "u")]
     rows += [{"prompt": "a", "chosen": "x", "rejected": "x"}, {"prompt": "a", "chosen": "x", "rejected": " "}]
     rows += [{"prompt": "a", "chosen": "x", "rejected": "y" * 200}]

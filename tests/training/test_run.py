@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rloo_kit import build_rewards, evaluate, load_config, load_data, load_policy, train
 from rloo_kit.errors import ConfigError, RewardError, RolloutServerError
@@ -29,23 +28,11 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
-from tests.loop.conftest import by_ids, lines, status
-
-
-def adapter_weights(result):
-    (file,) = result.adapter_folder.glob("*model.safetensors")
-    return load_file(file)
-
-
-def assert_same_weights(one, other):
-    weights = adapter_weights(other)
-    for name, tensor in adapter_weights(one).items():
-        assert torch.equal(tensor, weights[name]), name
+from tests.loop.conftest import assert_same, by_ids, lines, status, weights
 
 
 def test_the_model_decodes_by_itself_after_training(write_config):
-    """Left in training mode, a model with checkpointing throws its cache away at each token and `generate` goes on from
-    the last one alone: fluent nonsense, and one warning among many."""
+    """Left in training mode, a model with checkpointing decodes without its cache: fluent nonsense."""
     config = load_config(write_config(), "model.gradient_checkpointing=true", "rloo.max_steps=1")
     policy = load_policy(config)
     with torch.no_grad():
@@ -87,7 +74,7 @@ def test_resume_equals_a_run_that_was_never_cut(case, start):
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert [row["step"] for row in lines(result.folder, "metrics.jsonl")] == [1, 2, 3]
     assert [row["step"] for row in read_rollouts(result.folder)] == [*[1] * 8, *[2] * 8, *[3] * 8]
-    assert_same_weights(result, whole)
+    assert_same(weights(result.adapter_folder), weights(whole.adapter_folder))
     if "rloo.beta=0.5" in words:
         assert result.metrics[-1]["kl"] == pytest.approx(whole.metrics[-1]["kl"], abs=1e-6) != 0.0
 
@@ -167,8 +154,7 @@ def test_a_step_is_saved_once(start, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tmp_path, capsys):
-    """A finished run was continued and killed: `ask` and `export` read the adapter of before, and the certificate said
-    "checked"."""
+    """A finished run was continued and killed: `ask` and `export` read the adapter of before."""
     folder = start("rloo.max_steps=2").folder
     assert trained_run(folder).model.adapter == str(folder / "adapter")
 
@@ -194,8 +180,7 @@ def test_an_adapter_that_the_run_has_outgrown_is_not_taken_for_the_run(start, tm
 
 @pytest.mark.slow
 def test_a_training_cell_that_is_run_again_is_refused(start, write_config):
-    """Three runs of one notebook cell reported 26 -> 48 %, -> 86 % and -> 93 %: each deleted the run before it, with
-    the checkpoint that Ctrl-C had just offered, and trained its weights further."""
+    """Each run of one cell deleted the run before it, and trained its weights further: 26 -> 48 -> 86 -> 93 %."""
     sent = []
 
     def interrupting(completion_ids, trainer_state, **_):
@@ -235,8 +220,7 @@ def test_the_machine_and_the_dtype_choose_the_precision(monkeypatch):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_still_saves(start):
-    """The current step may take minutes; a second signal exits with the state of the last whole step. A refused resume
-    made the run "failed", and what its adapter/ holds was forgotten."""
+    """A second signal exits with the state of the last whole step; a refused resume keeps what adapter/ holds."""
 
     def insisting(completion_ids, trainer_state, **_):
         if trainer_state.global_step == 1:
@@ -275,12 +259,11 @@ def test_a_run_whose_server_dies_is_saved(start, tmp_path, monkeypatch):
     assert status(folder)["state"] == "failed" and "server died" in status(folder)["error"]
     assert RunDir(folder).last_checkpoint().step == 2
     again = start("rloo.max_steps=3", "rloo.save_steps=100", resume=True)
-    assert_same_weights(again, whole)
+    assert_same(weights(again.adapter_folder), weights(whole.adapter_folder))
 
 
 def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
-    """A run whose rollouts were not kept cannot be explained afterwards, nor by a metric without an explanation. The
-    code that ends the kernel checks the open runs and their saves: a save that it misses is cut in the middle."""
+    """A run whose rollouts were not kept cannot be explained; saves are registered for what ends the kernel."""
     seen = []
 
     def watching(completion_ids, **_):
@@ -301,7 +284,9 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
         assert row["rewards"] == {"watching": pytest.approx(sum(row["completion_ids"]) % 17 / 17)}
         assert {"thinking_tokens", "closed", "advantage", "reward"} <= set(row)
     assert [row["step"] for row in lines(folder, "metrics.jsonl")] == [1, 2]
-    assert all(tensor.any() for name, tensor in adapter_weights(result).items() if "lora_B" in name), "it has trained"
+    assert all(tensor.any() for name, tensor in weights(folder / "adapter").items() if "lora_B" in name), (
+        "it has trained"
+    )
     printed = capsys.readouterr().out
     assert "step 1/2 | reward" in printed and "tok/s | eta" in printed
     assert "{'loss'" not in printed and "%|" not in printed, "the libraries' own printing is off"
@@ -321,8 +306,7 @@ def test_a_run_leaves_everything_in_its_folder(start, repository, capsys):
 
 @pytest.mark.slow
 def test_a_run_that_trains_on_drops_its_last_results(start):
-    """Two steps were evaluated, two more trained: the report showed the first two's accuracy. `seconds` began at 0 with
-    every resume, so a run of three nights seemed to have taken one."""
+    """The report showed the accuracy of two steps after four; `seconds` began at 0 with every resume."""
     first = start("rloo.max_steps=1")
     folder = first.folder
     (folder / "after.json").write_text("{}")
@@ -336,9 +320,7 @@ def test_a_run_that_trains_on_drops_its_last_results(start):
 
 @pytest.mark.slow
 def test_a_resume_refuses_inputs_that_have_changed(write_config, tmp_path, tiny_folder, make_tiny_model, monkeypatch):
-    """A reward was edited, answers were corrected, rows added, the base replaced: the run went on under its name, and
-    the verdict compared two different things. Paths were compared, not contents: after a move, or from the config in
-    its folder, a run was refused."""
+    """A reward, answers, rows or the base were edited and the run went on; contents are compared, not paths."""
     project = tmp_path / "project"
     shutil.copytree(tiny_folder, project / "base")
     text = write_config().read_text().replace(str(tiny_folder), "base").replace("length_reward", "'own.py:score'")

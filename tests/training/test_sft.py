@@ -75,8 +75,7 @@ def trained(model):
 
 
 def assert_plain(trainer, model, read_examples):
-    """A step of the trainer has the loss and the gradients of the mean cross-entropy of the examples' own tokens, one
-    sequence at a time, by the model's own logits. `read_examples`: those of the step, called after it."""
+    """A step has the loss and gradients of the mean cross-entropy of the examples' own tokens, one at a time."""
     gradients = {}
 
     class Watch(TrainerCallback):
@@ -112,8 +111,7 @@ def assert_plain(trainer, model, read_examples):
     ids=" ".join,
 )
 def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_path, monkeypatch):
-    """The prompt in the loss, a mean of means over micro-steps, or attention across packed rows: all of them train,
-    and only the numbers show it."""
+    """The prompt in the loss, a mean of means, or attention across packed rows all train: only numbers show it."""
     run, policy, data = load(*keys, "rloo.max_grad_norm=0", "sft.max_steps=1")
     worked = load_worked(run, policy.tokenizer, data.test["prompt"])
     if run.model.lora:  # off the identity, so that both matrices of a pair have gradients
@@ -137,8 +135,7 @@ def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_
 
 
 def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
-    """A model that imitates its tools' results learns to make them up. The loss is that of the model's own tokens, in
-    their whole context."""
+    """A model that imitates its tools' results learns to make them up."""
     run, policy, _ = load("model.lora=null", "rloo.max_grad_norm=0", "sft.max_steps=1")
     draw = torch.Generator().manual_seed(0)
 
@@ -153,8 +150,7 @@ def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
 
 
 def test_tags_that_an_adapter_cannot_learn_are_named(load, capsys):
-    """A real model whose unused tokens became the tags reasoned well and wrote a random word in the tag's place: pass
-    rate 3 %. Their rows are equal, and an adapter does not reach them. Any trained pair passes."""
+    """Tags made of unused tokens have equal rows, which an adapter does not reach: pass rate 3 %."""
     run, policy, data = load("sft.max_steps=1")
     assert not sft.has_equal_tags(policy)
     table = policy.model.get_input_embeddings().weight
@@ -199,8 +195,7 @@ def test_a_folder_like_a_runs(load, capsys):
 
 @pytest.mark.parametrize("mistake", ["weights", "a column of Parquet", "a policy that is trained", "processes", "cli"])
 def test_what_is_refused_deletes_nothing(load, mistake, tmp_path, tiny_folder, write_config, monkeypatch):
-    """`rloo-kit sft --overwrite` deleted the earlier adapter, and then could not load the policy, or found no column of
-    demonstrations in a file that only the stack reads."""
+    """`rloo-kit sft --overwrite` deleted the earlier adapter, and then could not start."""
     run, policy, data = load()
     with open_folder(run) as run_dir:
         (run_dir / "adapter").mkdir()
@@ -262,8 +257,7 @@ def test_a_broken_loss_ends_it(load, press):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [[], ["model.lora=null"], ["model.load_in_4bit=true"]], ids=" ".join)
 def test_rloo_starts_from_it_and_keeps_it_as_the_reference(load, keys, tmp_path):
-    """A KL against the base without the adapter would pull the policy back to where it solved nothing: at step 1 the KL
-    has to be 0, and the reference has to score as what was fine-tuned."""
+    """A KL against the base alone would pull the policy back: at step 1 it is 0, against what was fine-tuned."""
     run, policy, data = load(*keys)
     result = fine_tune(run, policy, data)
     start = f"model.{'adapter' if run.model.lora else 'name'}={result.adapter_folder}"

@@ -55,15 +55,9 @@ def unsloth(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def model_folder(
-    unsloth: Any,
-    make_tiny_model: Callable[..., Any],
-    tiny_tokenizer: Any,
-    tmp_path_factory: pytest.TempPathFactory,
+    unsloth: Any, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A Qwen3 of one layer, of sizes that the kernels take, that has learnt to write letters and close its thinking.
-
-    With random weights `</think>` comes once in 264 tokens, every reward is -1.0 and no step has a gradient.
-    """
+    """A Qwen3 of one layer that closes its thinking: with random weights no step had a gradient."""
     import torch
 
     model = make_tiny_model(
@@ -111,10 +105,7 @@ def make_run(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> An
 
 @pytest.fixture(scope="session")
 def load(make_run: Any, model_folder: Path) -> Any:
-    """`load(*overrides, model=folder, moved=False)`: the policy of such a run, through `load_policy`.
-
-    With `moved` the B matrices are random: a fresh adapter is the identity, and hides a kernel that leaves it out.
-    """
+    """`load(*overrides, model=folder, moved=False)`: the policy of such a run; `moved`: with random B matrices."""
 
     def load_through_unsloth(*overrides: str, model: Path = model_folder, moved: bool = False) -> Any:
         from rloo_kit import load_policy
@@ -141,8 +132,7 @@ def move_adapter(model: Any) -> None:
 
 @pytest.fixture(scope="session")
 def in_transformers(unsloth: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`in_transformers(name, model, adapter)`: what `programs.py NAME MODEL ADAPTER OUT` writes, in a process that
-    never imported Unsloth."""
+    """`in_transformers(name, model, adapter)`: what `programs.py` writes in a process without Unsloth."""
 
     def compute(name: str, model: Path, adapter: Path) -> Any:
         import torch

@@ -96,13 +96,8 @@ def make_trainer(policy: Any, args: Any, prompts: list[str], callbacks: Any = No
 
 
 def steps(policy: Any) -> dict[str, Any]:
-    """Two RLOO steps on given completions by the kit's trainer, so that backends can be compared to the last digit.
-
-    Gradients before each of the two steps, the adapter after them, what the log says, and how rows were scored.
-
-    With a penalty against the adapter that the run began with; plain gradient descent, because Adam makes a sign of
-    every rounding error.
-    """
+    """Two RLOO steps on given completions: gradients, the adapter after them, the log, and how rows were scored. By
+    plain gradient descent, because Adam makes a sign of every rounding error."""
     from transformers import TrainerCallback
 
     from rloo_kit import RLOOConfig

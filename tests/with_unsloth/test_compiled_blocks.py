@@ -6,8 +6,7 @@ import pytest
 
 
 def test_the_layout_check_compiles_nothing(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2026.10.9 on each kind of block is compiled on a GPU at its first padded row in training mode. The layout
-    check scores single sequences in padded rows; training in packed rows never needs what is compiled for them."""
+    """Training in packed rows never needs what Unsloth compiles at a block's first padded row in training mode."""
     import torch
     from unsloth.models import _block_compile
 

@@ -9,12 +9,7 @@ import pytest
 
 
 def test_a_rollout_decodes_in_graphs_and_frees_them(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are on only where Unsloth's own trainers generate: the kit's rollouts launched each kernel by itself. What
-    they compute is what is computed without them.
-
-    Their buffers hold the KV cache of a whole batch. Unsloth keeps those of two sizes, and none is freed by the
-    training that follows: memory that neither the plan of the rollout nor that of the step counts.
-    """
+    """The kit's rollouts launched each kernel by itself; the graphs' buffers hold a batch's cache until freed."""
     import torch
     from unsloth.models import _decode_graphs as graphs
 

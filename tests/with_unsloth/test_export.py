@@ -10,8 +10,7 @@ from tests.with_unsloth.conftest import move_adapter
 
 
 def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Unsloth's own merge takes the 16-bit weights that a 4-bit base was made from, which the adapter was not trained
-    on, and fetches them. The kit merges what lies in the model, whatever loaded it."""
+    """Unsloth's merge takes 16-bit weights that the adapter was not trained on; the kit merges what is in the model."""
     import rloo_kit as kit
     from rloo_kit.export import export as exporting
 
@@ -28,7 +27,6 @@ def test_a_policy_of_unsloth_is_exported_as_it_computes(make_run: Any, tmp_path:
     kit.save_adapter(policy, run.folder / "adapter")
     (run.folder / "config.yaml").write_text(run.to_yaml(), encoding="utf-8")
     found = kit.export_model(run.folder, "merged", num_prompts=2)
-    print(found)
     [check] = found.certificate["checks"]
     assert found.kind == "float32" and check["loader"] == "transformers" and check["equal"] == 2
     assert check["largest"] < 1e-4 and json.loads((found.folder / "config.json").read_text())["model_type"] == "qwen3"

@@ -21,10 +21,7 @@ from tests.skill.calls import check_names
 from tests.skill.pages import find_blocks, read_pages
 
 # In Unsloth's copy of TRL's trainer these are not as in TRL; the other methods of that contract are.
-GENERATED = {
-    "_prepare_inputs": "2a1bd87c01bc",
-    "__init__": "668afe55eb38",
-}
+GENERATED = {"_prepare_inputs": "2a1bd87c01bc", "__init__": "668afe55eb38"}
 # Its own, module:name. In order: the model, packed rows, generation with its graphs, compiled blocks, loading and
 # modes, checkpoints, vLLM, the trainer.
 UNSLOTH = {

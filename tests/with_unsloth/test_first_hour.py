@@ -36,8 +36,7 @@ def rehearse(folder: Path, *chosen: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("chosen", [SOME, pytest.param((), marks=pytest.mark.long)], ids=["some", "both calls"])
 def test_the_first_hour_is_rehearsed(chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Code that runs for the first time on a rented GPU spends the lease on its typing errors; and a check without a
-    figure has checked nothing."""
+    """Code that first runs on a rented GPU spends the lease on typing errors; no figure means nothing was checked."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     found = rehearse(tmp_path, *(("--only", *chosen) if chosen else ()))
     assert found.keys() >= set(chosen or SOME)

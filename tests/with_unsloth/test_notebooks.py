@@ -68,10 +68,7 @@ def play(parameters: dict[str, Any]) -> Any:
 
 
 def test_the_thinking_notebook(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The way of a user with a GPU, start to end: nothing but the notebook's cells, the shipped config and Unsloth.
-
-    A thought ends by itself, or is closed by `</think>` at the budget and leaves an answer.
-    """
+    """The way of a user with a GPU: nothing but the notebook's cells, the shipped config and Unsloth."""
     policy = play(PARAMETERS | {"config": str(config), "output_dir": str(tmp_path / "outputs")})
     printed, folder = capsys.readouterr().out, tmp_path / "outputs" / "small"
     assert policy.backend == "unsloth" and policy.family == "thinking" and "backend unsloth" in printed

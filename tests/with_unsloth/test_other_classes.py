@@ -24,10 +24,7 @@ CLASSES = {
 def test_a_class_without_unsloths_forward(
     name: str, load: Any, tiny_tokenizer: Any, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    """Their rows are padded and equal single sequences; what is sampled has the log-probabilities that are scored.
-
-    FastModel makes a pattern of the names of target_modules, and the load printed it letter by letter: "'!', '(', '('".
-    """
+    """Padded rows equal single sequences, what is sampled is what is scored; names were printed letter by letter."""
     import torch
     import transformers
 

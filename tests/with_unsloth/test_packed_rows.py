@@ -46,12 +46,8 @@ def scores_and_gradients(policy: Any, passes: list[Any], layout: str) -> tuple[A
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "from 512 tokens on"])
 def test_packed_rows_have_the_gradients_of_single_sequences(policy: Any, groups: Any, load: Any, long: bool) -> None:
-    """`packed_seq_lengths` has to reach the recompute of Unsloth's checkpoints too.
-
-    From 512 tokens on Unsloth puts its own checkpoint function in the place of torch's, for all models. It moves what
-    is large to the host's memory, which takes a GPU; small rows stay, and go through its recompute. float32 would lie
-    there as bfloat16, so that a recompute starts from rounded states, unless its variable says no.
-    """
+    """`packed_seq_lengths` has to reach the recompute of Unsloth's checkpoints, which from 512 tokens on is its own for
+    all models, and would keep float32 as bfloat16 unless its variable says no."""
     import os
 
     import torch
@@ -92,8 +88,7 @@ def test_shared_prompts_score_as_single_sequences(policy: Any, groups: Any) -> N
 
 
 def test_the_check_runs_through_the_checkpoints(policy: Any) -> None:
-    """After an evaluation, as every run has one before it trains: each layer once forward and once again in the
-    backward pass. Without a GPU shared prompts have none: the next layout is taken, and the reason is there."""
+    """Each layer once forward and once in the backward pass; without a GPU the next layout is taken."""
     import torch
 
     from rloo_kit.gradient.scorer import Scorer

@@ -34,8 +34,7 @@ def start(make_run: Any, load: Any, tmp_path: Path) -> Callable[..., tuple[Any, 
 
 
 def test_resume_is_the_run_that_was_never_cut(start: Any) -> None:
-    """A resume that forgets the optimizer, the order of the prompts or the sampler's state trains on, and is another
-    run: on a GPU it would go unnoticed."""
+    """A resume that forgets the optimizer, the prompts' order or the sampler's state is another run."""
     import torch
 
     whole, expected = start("whole")

@@ -11,9 +11,7 @@ THINK_END, TURN_END = 260, 258
 
 @pytest.mark.parametrize("name", ["auto", "generate", "graphs"])
 def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A budget that the rollout ignored would leave a batch of truncated thoughts, and log-probabilities of other
-    tokens than Unsloth's forward gives would make its importance correction noise. The kit's decoder reads the modules
-    that Unsloth loaded; in graphs too (replayed on the CPU)."""
+    """Sampled tokens are as likely as Unsloth's forward says, and thoughts end at their budget, in graphs too."""
     import torch
 
     from rloo_kit.rollout import graphs
@@ -61,8 +59,7 @@ def test_a_budget_and_its_log_probabilities(load: Any, monkeypatch: pytest.Monke
 
 
 def test_float32_weights_in_mixed_precision_and_broken_ones(load: Any, monkeypatch: Any) -> None:
-    """The choice of the engine is made outside of autocast and a rollout in it: it fell back to a step through
-    Unsloth's modules, and died inside their attention. So did the first rollout of weights with a NaN."""
+    """A rollout under autocast fell back to a step inside Unsloth's attention and died; so did one with a NaN."""
     import torch
 
     from rloo_kit import generate_completions
@@ -81,8 +78,7 @@ def test_float32_weights_in_mixed_precision_and_broken_ones(load: Any, monkeypat
 
 
 def test_a_prompt_that_is_too_long_is_refused(load: Any) -> None:
-    """Unsloth has tables for `model.max_seq_length` tokens; beyond it an error about the shapes of tensors came from
-    inside its attention, after the rollout had begun."""
+    """Beyond Unsloth's tables came an error about shapes from inside its attention, after the rollout had begun."""
     from rloo_kit import generate_completions
     from rloo_kit.errors import ConfigError
 

@@ -20,8 +20,7 @@ def adapter(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_steps_are_those_of_the_transformers_backend(
     load: Any, adapter: Path, model_folder: Path, in_transformers: Any
 ) -> None:
-    """A loop that is exact on the CPU proves nothing for a GPU if Unsloth's layers see other rows: what is packed,
-    what the reference computes, and what a second step makes of the first have to be the same there."""
+    """A loop that is exact on the CPU proves nothing for a GPU if Unsloth's layers see other rows."""
     import torch
 
     found = programs.steps(load(f"model.adapter={adapter}"))
@@ -45,8 +44,7 @@ def test_two_steps_are_those_of_the_transformers_backend(
 def test_two_supervised_steps_are_those_of_the_transformers_backend(
     load: Any, model_folder: Path, in_transformers: Any, tmp_path: Path
 ) -> None:
-    """Unsloth's version flattens a batch on its own, has its own loss and counts micro-steps in its own way: each
-    of them could change what is learnt, and the loss would still fall."""
+    """Unsloth's trainer flattens batches, has its own loss and counts micro-steps in its own way."""
     from rloo_kit import save_adapter
 
     interpreter.write_sft_trainer()

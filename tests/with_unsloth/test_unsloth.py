@@ -27,10 +27,7 @@ def test_load_gives_unsloths_model_with_one_adapter(load: Any) -> None:
 
 
 def test_both_backends_compute_the_same(load: Any, reference: Any, tmp_path: Path) -> None:
-    """Unsloth's training forward drops the mask of left-padded rows: hidden states were off by half their scale.
-
-    Also compared: log-probabilities, their gradients through its checkpoints, and greedy generation.
-    """
+    """Unsloth's training forward drops the mask of left-padded rows: hidden states were off by half their scale."""
     policy = load(moved=True)
     expected = reference(save(policy, tmp_path))
     found = numbers(policy)
@@ -73,11 +70,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any], atol: float, gradie
 
 
 def test_inference_mode_gives_training_back(load: Any) -> None:
-    """After generation Unsloth's own checkpointing has to be on again, in the form it was set up in.
-
-    Its switch to training mode also turned the tokenizer to the right: after an evaluation, prompts that a user padded
-    were continued from behind their padding.
-    """
+    """Unsloth's checkpointing has to be on again; its training mode also turned the tokenizer to the right."""
     import torch
 
     policy = load()

@@ -150,8 +150,7 @@ class VllmServer:
 
 @pytest.fixture(scope="session")
 def make_server(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmServer]]:
-    """`make_server(*switches, rank=16, context=512, variables={})`: a server of the embedded model, not started yet;
-    stopped when the tests end."""
+    """`make_server(*switches, rank=16, context=512, variables={})`: a server of the embedded model, not started yet."""
     made: list[VllmServer] = []
 
     def make(*switches: str, **options: object) -> VllmServer:

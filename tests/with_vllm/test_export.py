@@ -40,8 +40,7 @@ def run_folder(embedded_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_the_printed_line_serves_the_policy(
     run_folder: Path, tmp_path: Path, make_server: Callable[..., VllmServer]
 ) -> None:
-    """Token by token: greedy texts and their log-probabilities. And `--reasoning-parser qwen3` has to know that the
-    prompt opened the thinking: the completion holds `</think>` alone."""
+    """Token by token; and the parser has to know that the completion holds `</think>` alone."""
     from rloo_kit.export.parity import measure_reference
 
     exported = kit.export_model(run_folder, "vllm")

@@ -101,9 +101,7 @@ def test_every_token_is_as_likely_as_the_trainer_says(temperature, policy, data)
 
 
 def test_a_new_adapter_never_meets_the_old_ones_prefix(policy):
-    """vLLM finds cached keys and values by the adapter's name and the tokens: a name that is used again finds those of
-    the adapter before. Every completion is then sampled behind a prompt that another policy has read. A resumed run
-    draws what the run that was cut would have drawn."""
+    """A name that is used again finds the keys and values of the adapter before; a resumed run draws the same."""
     prompts = [[(7 * place) % 10 + 15 for place in range(LONG)]] * 4
     engine = make_engine(policy)
     seen = []
@@ -132,8 +130,7 @@ def test_budgets_close_the_thinking_and_bound_the_answer(policy, data):
 
 
 def test_turns_continue_behind_their_replies(policy, data):
-    """A second turn is a request behind the tool's result, whether tools are fast or slow. Which requests vLLM computes
-    together depends on that, so that the two need not sample the same tokens."""
+    """A second turn is a request behind the tool's result, whether tools are fast or slow."""
     disturb(policy.model, 2)
     prompts = prompts_of(policy, data)
     engine, found = make_engine(policy), []
@@ -164,8 +161,7 @@ def test_an_error_leaves_no_request_behind(policy, data):
 
 
 def test_an_interrupt_in_the_middle_of_a_step_leaves_vllm_whole(policy, data, monkeypatch):
-    """vLLM's engine answered every later rollout with "State error" or a KeyError after a Ctrl-C that came between the
-    two halves of a step: the kernel had to be restarted. The signal is held until the step is done."""
+    """After a Ctrl-C in mid-step vLLM answered "State error" to every later rollout: the signal waits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
     engine, prompts = make_engine(policy), prompts_of(policy, data)
     runner = engine._vllm.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -279,8 +275,7 @@ def test_vllm_is_awake_for_a_rollout_and_no_longer(policy, data, monkeypatch):
 
 
 def test_broken_weights_are_named(policy, data):
-    """A NaN came back as a completion of token 0. This is the file's last test: on a CPU the NaN stays in vLLM's pool,
-    and later requests read it."""
+    """A NaN came back as token 0. The file's last test: on a CPU the NaN stays in vLLM's pool."""
     from rloo_kit.errors import BackendError
 
     with torch.no_grad():

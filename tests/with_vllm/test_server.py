@@ -90,8 +90,7 @@ def make_engine(tokenizer: Any, tmp_path: Path) -> Callable[..., Any]:
 def test_every_token_is_scored_as_the_trainer_scores_it(
     server, make_policy, make_engine, prompts, tokenizer, temperature
 ):
-    """The importance weights of a step are made of this gap. Above 1 the probe of the log-probabilities asked for a
-    temperature that vLLM does not take, and no run started. vLLM's own thinking budget marks nothing as forced."""
+    """The weights of a step are made of this gap; above temperature 1 the probe asked for one that vLLM refuses."""
     from rloo_kit.rollout.thinking_budget import make_limits
     from rloo_kit.think_tags import bind_think_tags
 
@@ -122,8 +121,7 @@ def test_turns_continue_behind_their_replies(server, make_policy, make_engine, p
 
 
 def test_accepted_filters_are_in_the_log_probabilities(server, make_policy, make_engine, prompts):
-    """With a server `accept_truncated_sampling` was refused. What a filter leaves is renormalised, as in the kit's own
-    engines; else the weights of a step would not be the shares that were kept."""
+    """What a filter leaves is renormalised, or a step's weights would not be the shares that were kept."""
     from rloo_kit.rollout.types import Limits
     from tests.rollout.models import FILTERS, check_kept
 
@@ -141,8 +139,7 @@ def count(server: VllmServer, name: str) -> float:
 
 
 def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engine, prompts):
-    """Keys and values of a prompt depend on the adapter. Taken from the last adapter's cache they give plausible tokens
-    with wrong log-probabilities. The prompts are longer than a block, so they are cached, and the cache is used."""
+    """The last adapter's cache gives plausible tokens with wrong log-probabilities; these prompts are cached."""
     from rloo_kit.rollout.types import Limits
     from tests.rollout.models import shake
 
@@ -164,8 +161,7 @@ def test_a_replaced_adapter_meets_no_stale_prefix(server, make_policy, make_engi
 
 
 def test_a_rollout_that_is_interrupted_leaves_nothing_in_flight(server, make_policy, make_engine, prompts):
-    """vLLM's engine ends, for everybody, when it needs the adapter of a request in flight that was replaced meanwhile
-    and whose folder is deleted: a Ctrl-C in a notebook ended the server."""
+    """vLLM's engine ends when a request in flight needs a deleted adapter: a Ctrl-C ended the server for everybody."""
     from rloo_kit.rollout.types import Limits
 
     def interrupt(done: int, total: int) -> None:
@@ -281,21 +277,14 @@ def test_it_learns(server, tmp_path):
     assert not list((run.folder / "server_adapters").glob("*")), "nothing is left"
 
 
-def await_requests(server: VllmServer, run: Run) -> None:
-    """Return when the server is sampling."""
-    running = re.compile(r"^vllm:num_requests_running\{.*\} [1-9]", flags=re.M)
-    run.until(lambda: running.search(httpx.get(f"{server.url}/metrics", trust_env=False).text) is not None)
-
-
 @pytest.mark.long
 def test_a_server_that_is_killed_in_mid_run(strict_server, tmp_path):
-    """vLLM's engine dies under completions, which are answered with status 500. The run ends saved, with how to go on,
-    and `--resume` does. The key that opens the server is in no file of the run."""
+    """Its engine dies under completions: the run ends saved and resumes, and the key is in none of its files."""
     steps, options = 8, {"VLLM_API_KEY": KEY}
     words = [*on_server(strict_server), "model.lora.r=8", "rloo.save_steps=100"]
     run = Run(tmp_path, "killed", *words, steps=steps, **options)
     run.until(lambda: len(run.steps()) >= 2)
-    await_requests(strict_server, run)
+    run.until(lambda: count(strict_server, "num_requests_running") > 0)
     strict_server.engine_process().kill()
     assert run.process.wait(timeout=300) == 2 and "--resume" in run.text, run.text[-4000:]
     assert 2 <= max(int(path.name.split("-")[1]) for path in run.folder.glob("checkpoints/checkpoint-*")) < steps

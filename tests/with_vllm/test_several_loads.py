@@ -40,8 +40,7 @@ def run_script(script: str, folder: Path) -> str:
 
 @pytest.mark.long
 def test_a_second_load_takes_the_place_of_the_first(tmp_path, vllm_is_here):
-    """The first one's gigabyte stayed for good (vLLM hides what is alive from garbage collection), and when it was
-    collected after all its end took the process groups of the second along: "pipeline model parallel group"."""
+    """The first one's gigabyte stayed; collected after all, it took the process groups of the second along."""
     script = """
 def memory():
     return psutil.Process().memory_info().rss / 2**30
@@ -63,9 +62,7 @@ assert memory() < one + 0.5, (one, memory())
 
 
 def test_a_policy_that_was_loaded_without_it_gets_it_as_the_run_says(tmp_path, vllm_is_here):
-    """vLLM seeds all random numbers with 0: every `use_vllm=True` run drew the same, whatever its seed. It also takes
-    `torch.set_num_threads` away. `rollout.vllm` was overlooked, and vLLM started with TRL's share of the GPU. Then back
-    to native, without transformers' advice to use a launcher, which vLLM's process group of one brought."""
+    """vLLM's start took random numbers and `set_num_threads` away, and overlooked `rollout.vllm`."""
     script = """
 from rloo_kit.models.backends import find_vllm
 from rloo_kit.models.policy import start_engine
