@@ -8,7 +8,6 @@ code is. Standard library only.
 from __future__ import annotations
 
 import functools
-import io
 import json
 import operator
 import sys
@@ -200,10 +199,6 @@ class Link:
             kind.__init__(error, *args)
         return error
 
-    def printed(self) -> str:
-        """What the code has printed since the last message."""
-        return ""
-
     def send(self, kind: str, given: Any, copies: Copies) -> None:
         try:
             changes = [
@@ -211,7 +206,7 @@ class Link:
                 for place in copies.changed()
                 for value in (copies.values[place],)
             ]
-            message = json.dumps([kind, changes, self.encode(given, copies), self.printed()]).encode() + b"\n"
+            message = json.dumps([kind, changes, self.encode(given, copies)]).encode() + b"\n"
         except RecursionError:
             raise Uncrossed("a value is nested too deep to cross") from None
         if len(message) > LONGEST:
@@ -220,8 +215,7 @@ class Link:
         self.sink.flush()
 
     def receive(self) -> list[Any]:
-        kind, changes, data, printed = json.loads(self.source.readline(LONGEST))
-        sys.stdout.write(printed)
+        kind, changes, data = json.loads(self.source.readline(LONGEST))
         return [kind, changes, data]
 
     def ask(self, *request: Any) -> Any:
@@ -257,21 +251,12 @@ class CodeEnd(Link):
 
     def __init__(self, source: Any, sink: Any, solution: Any) -> None:
         super().__init__(source, sink)
-        self.solution, self.shown = solution, io.BytesIO()
-        sys.stdout = io.TextIOWrapper(self.shown, "utf-8", write_through=True)
+        self.solution = solution
 
     def serve(self) -> None:
         with suppress(ValueError):  # the tests have ended
             while True:
                 self.answer(self.receive()[2])
-
-    def printed(self) -> str:
-        text = b""
-        with suppress(ValueError):  # the code has closed it
-            text = self.shown.getvalue()
-            self.shown.seek(0)
-            self.shown.truncate()
-        return text.decode(errors="replace")
 
     def answer(self, data: Any) -> None:
         try:

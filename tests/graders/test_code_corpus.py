@@ -15,6 +15,7 @@ TASKS = read_tasks()
 # Tasks of which right answers are not scored, with the reason.
 UNSCORED: dict[str, str] = {
     "logs_lines": "the tests replace a part of the code's process with unittest.mock",
+    "printed": "the tests catch what the code prints",
     "tests_own_objects": "the tests hand the code an object of a class of their own",
     "pipeline": "the tests hand the code an iterator",
     "array_argument": "the tests hand the code an array",
