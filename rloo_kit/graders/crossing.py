@@ -1,4 +1,4 @@
-"""How tests and the code that they test, two processes joined by pipes, ask each other.
+"""How tests ask the code that they test, another process, by a pair of pipes.
 
 Plain values cross as copies; what a call changes in the containers it is given comes back with its answer. Of any other
 object a number crosses, and the other end has a stand-in for it (`mirrors`). So no expected value ever is where the
@@ -114,11 +114,10 @@ class Copies:
 
 
 class Link:
-    """One end of the pipes. `owned`: objects that the other end knows by number; `stand_ins`: for those of that end."""
+    """One end of the pipes. `owned`: objects that cross by number; `stand_ins`: what the tests have of them."""
 
     describe: Callable[[Any, Copies], Any]  # each end has its own
     stand_in: Callable[..., Any]
-    operate: Callable[..., Any]  # do what the other end asks for
 
     def __init__(self, source: Any, sink: Any) -> None:
         self.source, self.sink = source, sink
@@ -218,33 +217,6 @@ class Link:
         kind, changes, data = json.loads(self.source.readline(LONGEST))
         return [kind, changes, data]
 
-    def ask(self, *request: Any) -> Any:
-        """What the other end gives; raises what it raises. It may ask in return before it answers."""
-        copies = Copies()
-        self.send("ask", request, copies)
-        while True:
-            kind, changes, data = self.receive()
-            if kind == "ask":
-                self.answer(data)
-                continue
-            for place, parts in changes:
-                value = copies.values[place]
-                fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
-            result = self.decode(data, copies)
-            if kind == "raise":
-                raise result
-            return result
-
-    def answer(self, data: Any) -> None:
-        copies = Copies()
-        try:
-            kind, given = "value", self.operate(*self.decode(data, copies))
-        except (Gone, Uncrossed):
-            raise
-        except BaseException as error:
-            kind, given = "raise", error
-        self.send(kind, given, copies)
-
 
 class CodeEnd(Link):
     """The end of the code's process, which does what the tests ask for."""
@@ -259,8 +231,13 @@ class CodeEnd(Link):
                 self.answer(self.receive()[2])
 
     def answer(self, data: Any) -> None:
+        copies = Copies()
         try:
-            super().answer(data)
+            kind, given = "value", self.operate(*self.decode(data, copies))
+        except BaseException as error:
+            kind, given = "raise", error
+        try:
+            self.send(kind, given, copies)
         except Uncrossed as error:
             self.send("uncrossed", str(error), Copies())
 
@@ -271,14 +248,6 @@ class CodeEnd(Link):
         if isinstance(value, BaseException):
             return [True, self.encode(type(value), copies), self.encode(value.args, copies)]
         return [type(value).__module__ != "builtins"]
-
-    def stand_in(self, name: str, doc: str | None) -> Any:
-        def function(*args: Any, **named: Any) -> Any:
-            return self.ask("call", function, args, named)
-
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = doc
-        return function
 
     def operate(self, operation: str, *given: Any) -> Any:
         if operation == "run":

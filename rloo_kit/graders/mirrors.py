@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 
-from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, resolve
+from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, fill, is_standard, make, name_of, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 COMPARISONS = "eq lt le gt ge contains"
 BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 OPERATORS = " ".join(f"{name} r{name} i{name}" for name in BINARY.split())
-BUILTINS = "len iter next reversed bool int float complex abs round str repr format bytes hash dir"
-OPERATIONS = "getitem setitem delitem index pos neg invert"
-MODULES = {"trunc": "math", "floor": "math", "ceil": "math", "copy": "copy"}
+# Functions with a special method each that are called where the object is.
+ASKED = (
+    "len iter next reversed bool int float complex abs round str repr format bytes hash dir setattr delattr "
+    "operator.getitem operator.setitem operator.delitem operator.index operator.pos operator.neg operator.invert "
+    "math.trunc math.floor math.ceil copy.copy"
+)
 # Methods of plain values that tests hand the expected one.
 COMPARING = (
     "startswith endswith count index rindex find rfind issubset issuperset isdisjoint difference symmetric_difference "
@@ -39,12 +42,6 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         return PEER[0].read(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        PEER[0].call("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        PEER[0].call("delattr", self, name)
 
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         return PEER[0].call_object(self, args, named)
@@ -82,12 +79,9 @@ def guarded(name: str) -> Callable[..., Any]:
     return lambda self, other: PEER[0].operate_on(self, f"__{name}__", other)
 
 
-for _name in BUILTINS.split():
-    setattr(Remote, f"__{_name}__", asking(_name))
-for _name in OPERATIONS.split():
-    setattr(Remote, f"__{_name}__", asking(f"operator.{_name}"))
-for _name, _module in MODULES.items():
-    setattr(Remote, f"__{_name}__", asking(f"{_module}.{_name}"))
+for _function in ASKED.split():
+    _name = _function.rpartition(".")[2]
+    setattr(Remote, f"__{_name}__", asking(_function))
 for _name in f"{COMPARISONS} {OPERATORS}".split():
     setattr(Remote, f"__{_name}__", guarded(_name))
 
@@ -155,7 +149,7 @@ class TestsEnd(Link):
     def ask(self, *request: Any) -> Any:
         if self.gone or self.left_s <= 0:
             self.stop()
-        if self.began:  # in a function of the tests' that the code has called
+        if self.began:  # for the hash of an object in an answer's set
             return self.ask_once(*request)
         self.began = cpu_s(self.pid) + time.process_time(), time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
@@ -170,12 +164,18 @@ class TestsEnd(Link):
             resource.setrlimit(resource.RLIMIT_CPU, (min(most, int(time.process_time() + self.left_s) + 2), most))
 
     def ask_once(self, *request: Any) -> Any:
-        try:
-            return super().ask(*request)
-        except StopIteration as error:
-            if self.expects_stop or request[1] == "next":
-                raise
-            raise RuntimeError("the code raised StopIteration") from error  # which would end a loop of the tests'
+        copies = Copies()
+        self.send("ask", request, copies)
+        kind, changes, data = self.receive()
+        for place, parts in changes:
+            value = copies.values[place]
+            fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
+        result = self.decode(data, copies)
+        if kind != "raise":
+            return result
+        if issubclass(type(result), StopIteration) and not self.expects_stop and request[1] != "next":
+            raise RuntimeError("the code raised StopIteration") from result  # which would end a loop of the tests'
+        raise result
 
     def send(self, kind: str, given: Any, copies: Copies) -> None:
         try:
@@ -199,17 +199,6 @@ class TestsEnd(Link):
             if not issubclass(type(error), Gone):
                 self.uncrossed.append("a value of the code's cannot cross")
             self.stop()
-
-    def answer(self, data: Any) -> None:
-        try:
-            super().answer(data)
-        except Uncrossed as error:
-            self.send("raise", RuntimeError(str(error)), Copies())
-
-    def operate(self, operation: str, function: Any, args: Any, named: Any) -> Any:
-        if id(function) not in self.numbers:
-            self.stop()
-        return function(*args, **named)
 
     def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
         """What a function of the code's, or one of the standard library's by its name, gives where the code is."""
@@ -262,10 +251,7 @@ class TestsEnd(Link):
             name = f"{module or 'builtins'}.{title}".removeprefix("builtins.")
             if is_standard(name) and resolve(name) is value:
                 return {"shared": name}
-        if not callable(value) or isinstance(value, type):
-            self.refuse(f"they hand the code {'the class' if isinstance(value, type) else 'an object of'} {title}")
-        self.has_objects = True
-        return [title.rpartition(".")[2], getattr(value, "__doc__", None)]
+        self.refuse(f"they hand the code {'' if hasattr(value, '__qualname__') else 'an object of '}{title}")
 
     def shared(self, name: str) -> Any:
         value = super().shared(name) if name.rpartition(".")[0] in SHARED else None

@@ -113,7 +113,7 @@ def earn(hours): return Money(900 * hours)
             1.0,
             "",
         ),
-        ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], 1.0, ""),
+        ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], None, "they hand the code <lambda>"),
         ("def f(g): return g(3)", ["assert f(lambda n: n + 1) == 3"], 0.0, ""),
         ("def f(xs): xs.sort()", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 1.0, ""),
         ("def f(xs): return sorted(xs)", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 0.0, ""),
