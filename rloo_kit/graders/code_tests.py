@@ -303,15 +303,9 @@ def _mark(*holds: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
 
 
-def _last(node: ast.AST | None) -> str:
-    """The last name of `a.b(...)`."""
-    node = node.func if isinstance(node, ast.Call) else node
-    return getattr(node, "attr", getattr(node, "id", ""))
-
-
 def _asserts(node: ast.AST) -> bool:
     """Whether it is a call like self.assertEqual, np.testing.assert_allclose or pytest.raises."""
-    return isinstance(node, ast.Call) and (_last(node) == "raises" or _last(node).startswith("assert"))
+    return isinstance(node, ast.Call) and bool(re.search(r"\b(?:raises|assert\w*)$", ast.unparse(node.func)))
 
 
 @functools.lru_cache(maxsize=1024)

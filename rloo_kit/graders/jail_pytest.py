@@ -84,18 +84,17 @@ def find_tests(space: dict[str, Any], called: list[str]) -> list[Callable[[], An
     calls: list[Callable[[], Any]] = []
     case_class = getattr(sys.modules.get("unittest"), "TestCase", ())
     for name, value in list(space.items()):
+        is_class = type(value) is type and value.__module__ == "__main__"
+        methods = [method for method in dir(value) if method.startswith("test")] if is_class else []
         if type(value) is FunctionType and name.startswith("test") and name not in called:
             calls += [functools.partial(value, **case) for case in cases_of(value)]
-        if type(value) is not type or value.__module__ != "__main__":
-            continue
-        methods = [method for method in dir(value) if method.startswith("test")]
-        if issubclass(value, case_class):
+        elif is_class and issubclass(value, case_class):
             calls += [value.setUpClass, *(value(method).debug for method in methods), value.tearDownClass]
-        elif name.startswith("Test"):
-            cases = [(method, case) for method in methods for case in cases_of(getattr(value, method))]
-            calls += [functools.partial(_call_method, value, method, case) for method, case in cases]
+        elif is_class and name.startswith("Test"):
+            for method in methods:
+                calls += [functools.partial(_call, value, method, case) for case in cases_of(getattr(value, method))]
     return calls
 
 
-def _call_method(kind: Any, method: str, case: dict[str, Any]) -> None:
+def _call(kind: Any, method: str, case: dict[str, Any]) -> None:
     getattr(kind(), method)(**case)

@@ -24,7 +24,7 @@ OPERATORS = " ".join(f"{name} r{name} i{name}" for name in BINARY.split())
 ASKED = (
     "len iter next reversed bool int float complex abs round str repr format bytes hash dir setattr delattr "
     "operator.getitem operator.setitem operator.delitem operator.index operator.pos operator.neg operator.invert "
-    "math.trunc math.floor math.ceil copy.copy"
+    "math.trunc math.floor math.ceil"
 )
 # Methods of plain values that tests hand the expected one.
 COMPARING = (
@@ -55,11 +55,8 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         return PEER[0].read(self, "__exit__")(kind, error, None)  # a traceback is the tests' own
 
-    def __deepcopy__(self, seen: Any) -> Any:
-        return PEER[0].call("copy.deepcopy", self)
-
     def __reduce_ex__(self, version: Any) -> Any:
-        PEER[0].refuse("they pickle an object of the code's")
+        PEER[0].refuse("they copy or pickle an object of the code's")
 
     def __instancecheck__(self, value: Any) -> bool:
         return is_own(value) and PEER[0].call("isinstance", value, self)
@@ -165,40 +162,28 @@ class TestsEnd(Link):
 
     def ask_once(self, *request: Any) -> Any:
         copies = Copies()
-        self.send("ask", request, copies)
-        kind, changes, data = self.receive()
-        for place, parts in changes:
-            value = copies.values[place]
-            fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
-        result = self.decode(data, copies)
+        try:
+            self.send("ask", request, copies)
+            kind, changes, data = self.receive()
+        except (OSError, ValueError):  # the code's process is late, or has ended
+            self.stop()
+        if kind == "uncrossed":
+            self.refuse(data)
+        try:
+            for place, parts in changes:
+                value = copies.values[place]
+                fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
+            result = self.decode(data, copies)
+        except Gone:
+            raise
+        except Exception:
+            self.uncrossed.append("a value of the code's cannot cross")
+            self.stop()
         if kind != "raise":
             return result
         if issubclass(type(result), StopIteration) and not self.expects_stop and request[1] != "next":
             raise RuntimeError("the code raised StopIteration") from result  # which would end a loop of the tests'
         raise result
-
-    def send(self, kind: str, given: Any, copies: Copies) -> None:
-        try:
-            super().send(kind, given, copies)
-        except OSError:
-            self.stop()
-
-    def receive(self) -> list[Any]:
-        try:
-            message = super().receive()
-        except ValueError:  # the code's process is late, or has ended
-            self.stop()
-        if message[0] == "uncrossed":
-            self.refuse(message[2])
-        return message
-
-    def decode(self, data: Any, copies: Copies) -> Any:
-        try:
-            return super().decode(data, copies)
-        except Exception as error:
-            if not issubclass(type(error), Gone):
-                self.uncrossed.append("a value of the code's cannot cross")
-            self.stop()
 
     def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
         """What a function of the code's, or one of the standard library's by its name, gives where the code is."""
