@@ -229,9 +229,9 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
         values = json.dumps(given), json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):
-        raise _unread(f"calls whose input and output are no JSON, a value a line: {excerpt(given, 60)}") from None
+        given = None
     if not isinstance(given, list):
-        raise _unread(f"calls whose input is of type {type(given).__name__}, no list: {excerpt(given, 60)}")
+        raise _unread(f"calls whose input is no list, and no JSON, a value a line: {excerpt(test['input'], 60)}")
     return [_CALL.format(name), f"assert _holds_{name}_({values[0]!r}, {values[1]!r}, {not is_text})"]
 
 
@@ -311,11 +311,10 @@ def _asserts(node: ast.AST) -> bool:
 @functools.lru_cache(maxsize=1024)
 def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     """What `jailed` needs of a row's tests: `statements` with marks, how many `asserts` are in them, the `names` that
-    the code has to define, those of them that are surely `classes`, whether it `has_tests` that a runner calls, and
-    which of these are `called` already.
+    the code has to define, those surely `classes`, whether it `has_tests` for a runner, and which are `called`.
 
-    `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
-    assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
+    `entry`: the function that `check` (HumanEval) is called with. Raises TestsError, or UncrossedError for tests that
+    reach into the code."""
     source, marks = "\n".join(texts), Marks()
     try:
         _, tree, used, bound = _compile(source)
@@ -344,9 +343,9 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     classes = [name for name in sorted(names & called) if name[0].isupper() and _reads_objects(nodes)]
     statements = [f"import {name}" for name in sorted(modules)]
     statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    made = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
     has_tests = any(isinstance(node, ast.ClassDef) or getattr(node, "name", "")[:4] == "test" for node in tree.body)
-    return made | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
+    compiled = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
+    return compiled | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -354,7 +353,7 @@ def _without_runner(node: ast.stmt) -> list[ast.stmt]:
     if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
         return [statement for inner in node.body for statement in _without_runner(inner)]
     is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assert)
-    return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
+    return [node] if is_kept or not _RUNNER.search(ast.unparse(node)) else []
 
 
 def _refuse_fixtures(test: ast.FunctionDef) -> None:
@@ -382,8 +381,7 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
 
 
 def _reads_objects(nodes: list[ast.AST]) -> bool:
-    """Whether tests read an attribute that no value of Python's own has, so that a name like `Money` is a class's: MBPP
-    has functions with such names, too."""
+    """Whether tests read an attribute that no value of Python's own has: MBPP has functions with a class's name."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
     read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN]

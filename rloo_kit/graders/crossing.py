@@ -32,7 +32,6 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal valu
     ),
 }
 COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS)
-WITH_CONTENT = (*SEQUENCES, *MAPPINGS, "int", "float", "complex", "str", "bytes", "collections.deque")
 CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS)
 
 
@@ -51,16 +50,11 @@ def resolve(name: str) -> Any:
 
 @functools.cache
 def name_of_type(kind: Any) -> str:
-    """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
+    """A class's or function's name with its module's, which builtins are without; "" if that does not lead to it."""
     with suppress(Exception):
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         return name if resolve(name) is kind else ""
     return ""
-
-
-def name_of(value: Any) -> str:
-    kind: Any = type(value)
-    return name_of_type(kind)
 
 
 def is_standard(name: str) -> bool:
@@ -83,12 +77,6 @@ def make(name: str, parts: list[Any]) -> Any:
     return kind(dict(zip(parts[::2], parts[1::2], strict=True))) if name in MAPPINGS else kind(*parts)
 
 
-def fill(value: Any, new: Any) -> None:
-    """Give a container the content of another one."""
-    value.clear()
-    (value.extend if hasattr(value, "extend") else value.update)(new)
-
-
 class Copies:
     """The containers that have crossed in one question and its answer, in the order in which both ends count them."""
 
@@ -103,14 +91,14 @@ class Copies:
             self.values.append(value)
             self.parts.append(parts_of(name, value))
 
-    def changed(self) -> list[int]:
-        """The places of those that are not what they were."""
-        places = []
-        for place, (value, old) in enumerate(zip(self.values, self.parts, strict=True)):
-            parts = parts_of(name_of(value), value)
-            if len(parts) != len(old) or any(map(operator.is_not, parts, old)):
-                places.append(place)
-        return places
+    def changed(self) -> list[tuple[int, list[Any]]]:
+        """The places and the parts of those that are not what they were."""
+        now = [parts_of(name_of_type(type(value)), value) for value in self.values]
+        return [
+            (place, parts)
+            for place, (parts, old) in enumerate(zip(now, self.parts, strict=True))
+            if len(parts) != len(old) or any(map(operator.is_not, parts, old))
+        ]
 
 
 class Link:
@@ -200,11 +188,7 @@ class Link:
 
     def send(self, kind: str, given: Any, copies: Copies) -> None:
         try:
-            changes = [
-                [place, [self.encode(part, copies) for part in parts_of(name_of(value), value)]]
-                for place in copies.changed()
-                for value in (copies.values[place],)
-            ]
+            changes = [[place, [self.encode(part, copies) for part in parts]] for place, parts in copies.changed()]
             message = json.dumps([kind, changes, self.encode(given, copies)]).encode() + b"\n"
         except RecursionError:
             raise Uncrossed("a value is nested too deep to cross") from None
@@ -253,29 +237,11 @@ class CodeEnd(Link):
         if operation == "run":
             exec(compile(given[0], "solution.py", "exec"), vars(self.solution))
             return self.solution
-        if operation == "content":
-            return content_of(*given)
+        if operation == "is every object's":
+            value, name = given
+            return getattr(type(value), name, None) is getattr(object, name, None)
         if operation == "special":
             value, name, other = given
             return getattr(type(value), name, lambda *_: NotImplemented)(value, other)
         function, args, named = given
         return (resolve(function) if type(function) is str else function)(*args, **named)
-
-
-def content_of(value: Any, name: str) -> tuple[str, Any]:
-    """Who has a special method of an object's: every object; a type of Python's own, with what the object holds; or a
-    class of the code's."""
-    kind: Any = type(value)
-    if getattr(kind, name, None) is getattr(object, name, None):
-        return "object", None
-    base: Any
-    for base in kind.__mro__:
-        if name_of_type(base) in WITH_CONTENT:
-            if getattr(kind, name) is not getattr(base, name, None):
-                break
-            if issubclass(base, dict):
-                return "type", {key: dict.__getitem__(value, key) for key in base.__iter__(value)}
-            if hasattr(base, "__getnewargs__"):
-                return "type", base(*base.__getnewargs__(value))
-            return "type", base(base.__iter__(value))
-    return "code", None

@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 
-from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, fill, is_standard, make, name_of, resolve
+from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, make, name_of_type, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def is_own(value: Any) -> bool:
 
 
 class TestsEnd(Link):
-    """The tests' end. `pid`: of the code's process; `call_s`, `answer_s`: limits of its CPU time for one answer and for
-    all, in seconds; also of time in which it sleeps.
+    """`pid`: of the code's process; `call_s`, `answer_s`: limits of CPU time, or sleep, for one answer and for all.
 
     An operator of the code's is never given a plain value, which is often the expected one, but by an object that the
     tests have made of a class that they test (`trusted`)."""
@@ -171,8 +170,10 @@ class TestsEnd(Link):
             self.refuse(data)
         try:
             for place, parts in changes:
-                value = copies.values[place]
-                fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
+                value: Any = copies.values[place]
+                new = make(name_of_type(type(value)), [self.decode(part, copies) for part in parts])
+                value.clear()
+                (value.extend if hasattr(value, "extend") else value.update)(new)
             result = self.decode(data, copies)
         except Gone:
             raise
@@ -207,10 +208,7 @@ class TestsEnd(Link):
     def operate_on(self, value: Any, name: str, other: Any) -> Any:
         is_trusted = id(value) in self.trusted
         if not is_own(other):
-            owner, content = self.ask("content", value, name)
-            if owner == "type":
-                return getattr(content, name)(other)
-            if owner == "object":
+            if self.ask("is every object's", value, name):
                 return other in list(value) if name == "__contains__" else NotImplemented
             if name.strip("_") in COMPARISONS and self.is_blind(value, name, other):
                 self.has_blind = True
@@ -231,12 +229,11 @@ class TestsEnd(Link):
         return any(says) if name in ("__eq__", "__contains__") else len(says) == 2 and says[0] == says[1]
 
     def describe(self, value: Any, copies: Copies) -> Any:
-        module, title = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__name__)
-        with suppress(Exception):
-            name = f"{module or 'builtins'}.{title}".removeprefix("builtins.")
-            if is_standard(name) and resolve(name) is value:
+        title = getattr(value, "__qualname__", f"an object of {type(value).__qualname__}")
+        with suppress(TypeError):  # it has no hash
+            if (name := name_of_type(value)) and is_standard(name):
                 return {"shared": name}
-        self.refuse(f"they hand the code {'' if hasattr(value, '__qualname__') else 'an object of '}{title}")
+        self.refuse(f"they hand the code {title}")
 
     def shared(self, name: str) -> Any:
         value = super().shared(name) if name.rpartition(".")[0] in SHARED else None

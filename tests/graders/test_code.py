@@ -81,12 +81,10 @@ def earn(hours): return Money(900 * hours)
     ("code", "tests", "expected", "words"),
     [
         (MONEY, ["assert earn(2) == 1800"], None, "give a plain value to __eq__"),  # who knows what it says is equal
-        (MONEY.replace("900", "901"), ["assert earn(2) == 1800"], 0.0, ""),
         (MONEY, ["assert (earn(2) * 3).cents == 5400"], None, "give a plain value to __mul__"),
         (MONEY, ["w = Wallet(Money(1), Money(2))\nassert w.total().cents == 3", "assert Money(1) * 2 == 2"], 1.0, ""),
         (MONEY, ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"], None, "an object of Coin"),
         ("import torch\ndef f(): return 1", ["assert f() == 1"], None, "imports torch, which is installed here"),
-        ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
         ("def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1", ["assert f() == 1"], 1.0, ""),
         (
             "import os\nprint(os.listdir('.'))\nopen('x', 'w').write(input())",
@@ -96,16 +94,7 @@ def earn(hours): return Money(900 * hours)
         ),
         ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], None, "they hand the code <lambda>"),
         ("def f(g): return g(3)", ["assert f(lambda n: n + 1) == 3"], 0.0, ""),
-        ("def f(xs): xs.sort()", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 1.0, ""),
-        ("def f(xs): return sorted(xs)", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 0.0, ""),
         ("def f(n): raise StopIteration", ["assert all(map(lambda n: f(n) == n, [1, 2]))"], 0.0, ""),
-        ("import numpy as np\ndef f(n): return np.arange(n).sum()", ["assert f(4) == 6 and f(4) + 1 == 7"], 1.0, ""),
-        (
-            "import sys\nprint(open('/dev/stdin').read() + sys.stdin.read())\nprint('done', file=sys.stderr)",
-            [{"input": "ab", "output": "ab"}],
-            1.0,
-            "",
-        ),
         (
             "def f(x): return x",
             "nan, *rest = f([float('nan'), float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})])\n"

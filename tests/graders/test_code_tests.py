@@ -22,7 +22,6 @@ ADD = "def add(a, b):\n    return a + b"
 BLOCK = f"{F}python\n{ADD}\n{F}"
 QUOTING = f'def add(a, b):\n    """Adds.\n\n    {F}python\n    add(1, 2)\n    {F}\n    """\n    return a + b'
 FENCES = {
-    "opened behind text": f"Solution: {BLOCK}",
     "closed on the last line of the code": f"{F}python\n{ADD}{F}",
     "text behind the closing fence": f"{BLOCK} This adds the two numbers in Python.\nIt `works`.",
     "tildes": f"~~~python\n{ADD}\n~~~",
@@ -34,14 +33,11 @@ FENCES = {
         for tag in ("", "py3", " python", 'Python title="add.py"', "{.python .numberLines}", "pycon", "python3.11")
     },
     "CRLF": f"{BLOCK}\n".replace("\n", "\r\n"),
-    "tabs, no fence": ADD.replace("    ", "\t"),
     "no fence, an import first": f"Sure!\n\nimport math\n\n\n{ADD}\n\nprint(add(1, 2))",
     "then a usage block that assigns": f"{BLOCK}\n{F}py\nfrom add import add\nresult = add(1, 2)\nprint(result)\n{F}",
-    "then tests of it": f"{BLOCK}\n{F}python\ndef test_add():\n    assert add(1, 2) == 3\n\ntest_add()\n{F}",
     "then a console": f"{BLOCK}\n{F}python\n>>> add(1, 2)\n3\n{F}",
     "then output that looks like code": f"{BLOCK}\nIt prints:\n{F}\nresult = 3\nsum: 3\n{F}",
     "then code that does not compile": f"{BLOCK}\nOr:\n{F}python\ndef add(a, b):\n    return ...?\n{F}",
-    "then another language": f"{BLOCK}\nIn C:\n{F}c\nadd = 3;\n{F}",
     "behind a first attempt": f"{F}python\ndef add(a, b): return a - b\n{F}\nNo, wrong sign:\n{BLOCK}",
     "behind a first attempt never closed": f"{F}python\ndef add(a, b):\n    pass\n\n{BLOCK}",
     "behind a fence of text in a line": f"Use {F}add{F}:\n{BLOCK}",
@@ -74,8 +70,6 @@ def test_the_code_is_found(kind: str) -> None:
         ("```python\nprint(int(input()) ** 2)\n```\nFor 3 it prints\n```\n9\n```", "print(int(input()) ** 2)\n"),
         ("```\nimport sys\nprint(len(sys.stdin.read()))\n```\n```python\nprint(9)\n```", None),
         ("```python\nprint('hello')\n```\n```\nhello\n```", "print('hello')\n"),
-        ("n = int(input())\nprint(n)\n```", "n = int(input())\nprint(n)\n"),
-        ("```text\nno code\n```", ""),
         ("```python\ndef f(n):\n    return n *\n```", ""),
         ("```python\ndef f(n):\n    return n\nThis adds to it.\n```\nIt was done.", ""),
         ("def f(n): return n\n\ndef g(n:\n    return n", ""),
@@ -159,7 +153,7 @@ def test_forms(tests: Any, read: Any) -> None:
         ([{"stdin": "1", "expected_output": "2"}], ["the keys stdin, expected_output"]),
         ({"inputs": [[[1, 2], 3]], "outputs": [[4]]}, ["without a function's name (fn_name)"]),
         ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, ["no JSON, a value a line: 'a b'"]),
-        ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["of type dict"]),
+        ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["input is no list"]),
         ([{"input": "1", "output": "2", "testtype": "functional"}], ["calls of a function that no column names"]),
         ({"input": ["1", "2"], "output": ["1"]}, ["2 inputs and 1 outputs"]),
         ("eJxrYJmqyQABGldZGBQAYXFhYXqQDlq5KUMAEZkGPA==", ["packed", "LiveCodeBench"]),
@@ -195,7 +189,6 @@ def test_other_forms_are_refused_by_name(tests: Any, words: list[str]) -> None:
         (["from unittest.mock import patch\nassert f(1)"], UncrossedError, "mock"),
         (["with redirect_stdout(io.StringIO()):\n    assert f(1)"], UncrossedError, "redirect_stdout"),
         (["def test_f(capsys):\n    f()\n    assert capsys.readouterr().out"], UncrossedError, "capsys"),
-        (["import asyncio\nassert asyncio.run(f(1))"], UncrossedError, "asyncio"),
         (["class Dog(Animal):\n    pass\nassert Dog().name"], UncrossedError, "a subclass of the code's Animal"),
         (["open('x', 'w').write('1')\nassert f('x') == 1"], UncrossedError, "open"),
         (["import io, sys\nsys.stdin = io.StringIO('2')\nassert f() == 2"], UncrossedError, "sys.stdin"),
