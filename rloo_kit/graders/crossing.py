@@ -57,6 +57,11 @@ def name_of_type(kind: Any) -> str:
     return ""
 
 
+def name_of(value: Any) -> str:
+    kind: Any = type(value)
+    return name_of_type(kind)
+
+
 def is_standard(name: str) -> bool:
     return name.rpartition(".")[0].partition(".")[0] in {"", *sys.stdlib_module_names} - {"__main__"}
 
@@ -93,7 +98,7 @@ class Copies:
 
     def changed(self) -> list[tuple[int, list[Any]]]:
         """The places and the parts of those that are not what they were."""
-        now = [parts_of(name_of_type(type(value)), value) for value in self.values]
+        now = [parts_of(name_of(value), value) for value in self.values]
         return [
             (place, parts)
             for place, (parts, old) in enumerate(zip(now, self.parts, strict=True))

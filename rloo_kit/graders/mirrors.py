@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 
-from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, make, name_of_type, resolve
+from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, make, name_of, name_of_type, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class TestsEnd(Link):
         try:
             for place, parts in changes:
                 value: Any = copies.values[place]
-                new = make(name_of_type(type(value)), [self.decode(part, copies) for part in parts])
+                new = make(name_of(value), [self.decode(part, copies) for part in parts])
                 value.clear()
                 (value.extend if hasattr(value, "extend") else value.update)(new)
             result = self.decode(data, copies)
