@@ -377,7 +377,7 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
     if uses:
         raise UncrossedError(f"they use {uses[0].rstrip('( =')}, and the code is in a process of its own")
     if lacking := _LACKING.search(text):
-        raise TestsError(LACKS.format(lacking[0].rstrip("=")))
+        raise TestsError(LACKS.format(lacking[0]))
 
 
 def _reads_objects(nodes: list[ast.AST]) -> bool:
