@@ -121,9 +121,8 @@ def bubblewrap() -> Jail:
 class CodeReward(AnswerReader):
     """The share of the row's tests that the completion's code passes, 0.0 to 1.0, run in a jail (`find_jail`).
 
-    0.0 without code or if the thinking was never closed. None for a row without tests, and where the tests need what
-    cannot cross between their process and the code's. Failed (NaN, which the guard reports) if the tests are broken or
-    the jail is. `find_code` and `read_tests` say what is read.
+    0.0 without code or if the thinking was never closed; None for a row without tests, or where the tests need what
+    cannot cross between their process and the code's; failed (NaN) if the tests or the jail are broken.
 
     Args:
         think_end_id, thinking, decode: as for `rewards.AnswerReward`.
@@ -132,9 +131,6 @@ class CodeReward(AnswerReader):
         test_timeout_s: limit of one call or one run of a program, in seconds of CPU time, or in which it sleeps.
         answer_timeout_s: limit for all tests of one completion.
         workers: completions that run at a time; None: one for each CPU.
-
-    Raises:
-        ValueError: a limit out of range, or no jail works on this machine.
     """
 
     __name__: ClassVar[str] = "code_reward"

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardError, excerpt
 
 FORMS = (
-    "texts of Python (asserts, test_ functions, unittest classes), {assert_case}, {input, output} of texts or lists, "
-    "{inputs, outputs, fn_name}, {stdin, expected_output}, and lists of {input, output, testtype} or {type, fn_name}"
+    "texts of Python (asserts, test_ functions, unittest classes), {input, output} of texts or lists, "
+    "{inputs, outputs, fn_name}, and lists of {input, output, testtype}"
 )
 INSTALLED = {"numpy"} if importlib.util.find_spec("numpy") else set()
 JUDGES = {"abs", "all", "any", "bool", "isinstance", "round"}  # builtins that tests compare with
@@ -27,9 +27,8 @@ PLAIN = {name for kind in (str, bytes, int, float, complex, list, tuple, dict, s
 LACKS = "they use {}, which the jail's pytest has not"
 _OWN = re.compile("solution|main|answer|submission|candidate|your_module|your_code")  # what tests import the code as
 _NAMES = ("fn_name", "func_name", "entry_point")
-TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
-_KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
-_KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
+TEST_COLUMNS = (*_NAMES, "metadata")  # of a row, next to its tests
+_KEYS = {"inputs": "input", "outputs": "output", "type": "testtype"}
 # Calls the function wherever the code has it. JSON has no tuples, and text as keys.
 _CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
@@ -48,16 +47,17 @@ _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w'
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
 _STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
 _LACKING = re.compile(
-    r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
-    r"|import .*\bfixture\b|\bindirect="
+    r"\bpytest\.(?!raises|approx|fail|param|mark\.parametrize|main)\w+(?:\.\w+)?|\bunittest\.(?:skip|expected)\w*"
+    r"|\b(?:setup|teardown)_(?:class|method|function|module)\b"
+    r"|(?:pytest|unittest) import .*\b(?:fixture|mark|skip\w*|expectedFailure)\b"
 )
 # What looks into the code, replaces a part of it, or catches what it warns or logs.
 _UNCROSSED = re.compile(
     r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|threading|concurrent|subprocess|multiprocessing|tempfile|sqlite3)\b
     |^[ ]*(?:import|from)[ ].*\b(inspect|importlib|shutil)\b
-    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_stderr|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std(?:out|err)|catch_warnings|warns|assertWarns|assertLogs|await)\b
     |\b((?:read|write)_(?:text|bytes)|os\.(?:environ|chdir|mkdir|makedirs|remove)|setrecursionlimit)\b
-    |(?<![\w.])(?<!def[ ])(open\(|(?!sys\.stdout)(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
+    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
@@ -166,8 +166,8 @@ def _roots(nodes: Iterable[ast.AST]) -> set[str]:
 def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
     r"""A row's tests: texts of Python, or pairs of what a program reads and what it has to print; [] without tests.
 
-    `row`: its columns, of which one of `TEST_COLUMNS` names the function that tests without a name call, if any does:
-    else that is the last one of the code. Raises TestsError with what was found.
+    `row`: its columns, of which one of `TEST_COLUMNS` may name the function that tests call. Raises TestsError with
+    what was found.
 
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
@@ -205,53 +205,46 @@ def _listed(tests: Any) -> list[Any]:
         raise _unread(f"of type {type(tests).__name__}: {excerpt(tests, 60)}")
     test = {_KEYS.get(key, key): value for key, value in tests.items() if value is not None}
     given, wanted = test.get("input"), test.get("output")
-    if not (isinstance(given, list) and isinstance(wanted, list)) or isinstance(test.get("testtype"), str):
+    if not (isinstance(given, list) and isinstance(wanted, list)) or "testtype" in test:
         return [test] if test else []
     if len(given) != len(wanted):
         raise _unread(f"{len(given)} inputs and {len(wanted)} outputs")
-    several = {key for key, value in test.items() if isinstance(value, list) and len(value) == len(given)}
-    rows = [{key: item[index] if key in several else item for key, item in test.items()} for index in range(len(given))]
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+    return [test | {"input": read, "output": shown} for read, shown in zip(given, wanted, strict=True)]
 
 
 def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
-    if asserts := test.get("assert_case") or test.get("assert"):
-        return _listed(asserts)
     if not {"input", "output"} <= test.keys():
         raise _unread(f"dicts with the keys {', '.join(map(str, test)) or 'none'}")
     given, wanted, kind = test["input"], test["output"], test.get("testtype")
-    if kind not in _KINDS:
+    if kind not in (None, "stdin", "functional"):
         raise _unread(f"of the type {excerpt(kind, 60)}")
-    if not (_KINDS[kind] or (kind is None and any(source.get(key) for source in (test, row) for key in _NAMES[:2]))):
+    names_function = any(source.get(key) for source in (test, row) for key in ("fn_name", "func_name"))
+    if kind == "stdin" or (kind is None and not names_function):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
     if not name:
-        raise _unread("calls of a function that no column names (fn_name, metadata, starter_code, entry_point)")
+        raise _unread("calls of a function that no column names (fn_name, metadata, entry_point)")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
         values = json.dumps(given), json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):
-        raise _unread(f"calls whose input and output are no JSON, a value a line: {excerpt(given, 60)}") from None
+        given = None
     if not isinstance(given, list):
-        raise _unread(f"calls whose input is of type {type(given).__name__}, no list: {excerpt(given, 60)}")
+        raise _unread(f"calls whose input is no list, and no JSON, a value a line: {excerpt(test['input'], 60)}")
     return [_CALL.format(name), f"assert _holds_{name}_({values[0]!r}, {values[1]!r}, {not is_text})"]
 
 
 def _function(test: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """The function that a test calls, by the test itself or by the row's columns; "" if neither names one."""
-    for source in (test, row):
-        metadata = source.get("metadata")
-        if isinstance(metadata, str):
-            with suppress(ValueError):
-                metadata = json.loads(metadata)
-        for mapping in (source, metadata if isinstance(metadata, dict) else {}):
-            for name in (mapping.get(key) for key in _NAMES):
-                if isinstance(name, str) and name:
-                    return re.findall(r"\w+|$", name.rstrip("() "))[-2]
-        if starters := re.findall(r"\bdef\s+(\w+)", str(source.get("starter_code"))):
-            return str(starters[-1])
-    return ""
+    metadata = row.get("metadata")  # of LiveCodeBench
+    if isinstance(metadata, str):
+        with suppress(ValueError):
+            metadata = json.loads(metadata)
+    sources = (test, row, metadata if isinstance(metadata, dict) else {})
+    named = [str(source[key]) for source in sources for key in _NAMES if source.get(key)]
+    words = re.findall(r"\w+", named[0]) if named else []
+    return words[-1] if words else ""
 
 
 def _lines(value: Any) -> str:
@@ -310,25 +303,18 @@ def _mark(*holds: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
 
 
-def _last(node: ast.AST | None) -> str:
-    """The last name of `a.b(...)`."""
-    node = node.func if isinstance(node, ast.Call) else node
-    return getattr(node, "attr", getattr(node, "id", ""))
-
-
 def _asserts(node: ast.AST) -> bool:
     """Whether it is a call like self.assertEqual, np.testing.assert_allclose or pytest.raises."""
-    return isinstance(node, ast.Call) and (_last(node) == "raises" or _last(node).startswith("assert"))
+    return isinstance(node, ast.Call) and bool(re.search(r"\b(?:raises|assert\w*)$", ast.unparse(node.func)))
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     """What `jailed` needs of a row's tests: `statements` with marks, how many `asserts` are in them, the `names` that
-    the code has to define, those of them that are surely `classes`, whether it `has_tests` that a runner calls, and
-    which of these are `called` already.
+    the code has to define, those surely `classes`, whether it `has_tests` for a runner, and which are `called`.
 
-    `entry`: the function that `check` (HumanEval) is called with. Raises TestsError for tests that are no Python,
-    assert nothing or use what the jail lacks, UncrossedError for those that reach into the code."""
+    `entry`: the function that `check` (HumanEval) is called with. Raises TestsError, or UncrossedError for tests that
+    reach into the code."""
     source, marks = "\n".join(texts), Marks()
     try:
         _, tree, used, bound = _compile(source)
@@ -344,11 +330,9 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     names, named = used - bound - modules, marks.imported | set(re.findall(r"\w+", entry)[:1])
     names = (names - vars(builtins).keys()) | named or names - JUDGES
     _refuse(nodes, _STRING.sub("''", source), names)
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    fixtures = {node.name for node in functions if "pytest.fixture" in map(_decoration, node.decorator_list)}
-    for node in functions:
-        if (node.name.startswith("test") and node.name not in used) or node.name in fixtures:
-            _refuse_fixtures(node, fixtures)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in used:
+            _refuse_fixtures(node)
     if not marks.count:
         raise TestsError("they assert nothing")
     if "check" in bound - used:
@@ -359,9 +343,9 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     classes = [name for name in sorted(names & called) if name[0].isupper() and _reads_objects(nodes)]
     statements = [f"import {name}" for name in sorted(modules)]
     statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    made = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
     has_tests = any(isinstance(node, ast.ClassDef) or getattr(node, "name", "")[:4] == "test" for node in tree.body)
-    return made | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
+    compiled = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
+    return compiled | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -369,20 +353,16 @@ def _without_runner(node: ast.stmt) -> list[ast.stmt]:
     if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
         return [statement for inner in node.body for statement in _without_runner(inner)]
     is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assert)
-    return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
+    return [node] if is_kept or not _RUNNER.search(ast.unparse(node)) else []
 
 
-def _decoration(decorator: ast.expr) -> str:
-    return ast.unparse(decorator).partition("(")[0]
-
-
-def _refuse_fixtures(test: ast.FunctionDef, fixtures: set[str]) -> None:
-    """Raise for a test that wants more than its cases and the tests' own fixtures."""
+def _refuse_fixtures(test: ast.FunctionDef) -> None:
+    """Raise for a test that wants more than its cases."""
     marks = [ast.unparse(mark) for mark in test.decorator_list]
     cases = re.findall(r"\w+", " ".join(mark.partition("[")[0] for mark in marks if "parametrize" in mark))
     names = [argument.arg for argument in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
-        if name not in ("self", *cases, *fixtures):
+        if name not in ("self", *cases):
             raise TestsError(LACKS.format(f"pytest's fixture {name}"))
 
 
@@ -397,12 +377,11 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
     if uses:
         raise UncrossedError(f"they use {uses[0].rstrip('( =')}, and the code is in a process of its own")
     if lacking := _LACKING.search(text):
-        raise TestsError(LACKS.format(lacking[0].rstrip("=")))
+        raise TestsError(LACKS.format(lacking[0]))
 
 
 def _reads_objects(nodes: list[ast.AST]) -> bool:
-    """Whether tests read an attribute that no value of Python's own has, so that a name like `Money` is a class's: MBPP
-    has functions with such names, too."""
+    """Whether tests read an attribute that no value of Python's own has: MBPP has functions with a class's name."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
     read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN]

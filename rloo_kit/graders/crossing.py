@@ -1,4 +1,4 @@
-"""How tests and the code that they test, two processes joined by pipes, ask each other.
+"""How tests ask the code that they test, another process, by a pair of pipes.
 
 Plain values cross as copies; what a call changes in the containers it is given comes back with its answer. Of any other
 object a number crosses, and the other end has a stand-in for it (`mirrors`). So no expected value ever is where the
@@ -8,7 +8,6 @@ code is. Standard library only.
 from __future__ import annotations
 
 import functools
-import io
 import json
 import operator
 import sys
@@ -33,7 +32,6 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal valu
     ),
 }
 COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS)
-WITH_CONTENT = (*SEQUENCES, *MAPPINGS, "int", "float", "complex", "str", "bytes", "collections.deque")
 CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS)
 
 
@@ -52,7 +50,7 @@ def resolve(name: str) -> Any:
 
 @functools.cache
 def name_of_type(kind: Any) -> str:
-    """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
+    """A class's or function's name with its module's, which builtins are without; "" if that does not lead to it."""
     with suppress(Exception):
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         return name if resolve(name) is kind else ""
@@ -84,12 +82,6 @@ def make(name: str, parts: list[Any]) -> Any:
     return kind(dict(zip(parts[::2], parts[1::2], strict=True))) if name in MAPPINGS else kind(*parts)
 
 
-def fill(value: Any, new: Any) -> None:
-    """Give a container the content of another one."""
-    value.clear()
-    (value.extend if hasattr(value, "extend") else value.update)(new)
-
-
 class Copies:
     """The containers that have crossed in one question and its answer, in the order in which both ends count them."""
 
@@ -104,22 +96,21 @@ class Copies:
             self.values.append(value)
             self.parts.append(parts_of(name, value))
 
-    def changed(self) -> list[int]:
-        """The places of those that are not what they were."""
-        places = []
-        for place, (value, old) in enumerate(zip(self.values, self.parts, strict=True)):
-            parts = parts_of(name_of(value), value)
-            if len(parts) != len(old) or any(map(operator.is_not, parts, old)):
-                places.append(place)
-        return places
+    def changed(self) -> list[tuple[int, list[Any]]]:
+        """The places and the parts of those that are not what they were."""
+        now = [parts_of(name_of(value), value) for value in self.values]
+        return [
+            (place, parts)
+            for place, (parts, old) in enumerate(zip(now, self.parts, strict=True))
+            if len(parts) != len(old) or any(map(operator.is_not, parts, old))
+        ]
 
 
 class Link:
-    """One end of the pipes. `owned`: objects that the other end knows by number; `stand_ins`: for those of that end."""
+    """One end of the pipes. `owned`: objects that cross by number; `stand_ins`: what the tests have of them."""
 
     describe: Callable[[Any, Copies], Any]  # each end has its own
     stand_in: Callable[..., Any]
-    operate: Callable[..., Any]  # do what the other end asks for
 
     def __init__(self, source: Any, sink: Any) -> None:
         self.source, self.sink = source, sink
@@ -200,18 +191,10 @@ class Link:
             kind.__init__(error, *args)
         return error
 
-    def printed(self) -> str:
-        """What the code has printed since the last message."""
-        return ""
-
     def send(self, kind: str, given: Any, copies: Copies) -> None:
         try:
-            changes = [
-                [place, [self.encode(part, copies) for part in parts_of(name_of(value), value)]]
-                for place in copies.changed()
-                for value in (copies.values[place],)
-            ]
-            message = json.dumps([kind, changes, self.encode(given, copies), self.printed()]).encode() + b"\n"
+            changes = [[place, [self.encode(part, copies) for part in parts]] for place, parts in copies.changed()]
+            message = json.dumps([kind, changes, self.encode(given, copies)]).encode() + b"\n"
         except RecursionError:
             raise Uncrossed("a value is nested too deep to cross") from None
         if len(message) > LONGEST:
@@ -220,36 +203,8 @@ class Link:
         self.sink.flush()
 
     def receive(self) -> list[Any]:
-        kind, changes, data, printed = json.loads(self.source.readline(LONGEST))
-        sys.stdout.write(printed)
+        kind, changes, data = json.loads(self.source.readline(LONGEST))
         return [kind, changes, data]
-
-    def ask(self, *request: Any) -> Any:
-        """What the other end gives; raises what it raises. It may ask in return before it answers."""
-        copies = Copies()
-        self.send("ask", request, copies)
-        while True:
-            kind, changes, data = self.receive()
-            if kind == "ask":
-                self.answer(data)
-                continue
-            for place, parts in changes:
-                value = copies.values[place]
-                fill(value, make(name_of(value), [self.decode(part, copies) for part in parts]))
-            result = self.decode(data, copies)
-            if kind == "raise":
-                raise result
-            return result
-
-    def answer(self, data: Any) -> None:
-        copies = Copies()
-        try:
-            kind, given = "value", self.operate(*self.decode(data, copies))
-        except (Gone, Uncrossed):
-            raise
-        except BaseException as error:
-            kind, given = "raise", error
-        self.send(kind, given, copies)
 
 
 class CodeEnd(Link):
@@ -257,25 +212,21 @@ class CodeEnd(Link):
 
     def __init__(self, source: Any, sink: Any, solution: Any) -> None:
         super().__init__(source, sink)
-        self.solution, self.shown = solution, io.BytesIO()
-        sys.stdout = io.TextIOWrapper(self.shown, "utf-8", write_through=True)
+        self.solution = solution
 
     def serve(self) -> None:
         with suppress(ValueError):  # the tests have ended
             while True:
                 self.answer(self.receive()[2])
 
-    def printed(self) -> str:
-        text = b""
-        with suppress(ValueError):  # the code has closed it
-            text = self.shown.getvalue()
-            self.shown.seek(0)
-            self.shown.truncate()
-        return text.decode(errors="replace")
-
     def answer(self, data: Any) -> None:
+        copies = Copies()
         try:
-            super().answer(data)
+            kind, given = "value", self.operate(*self.decode(data, copies))
+        except BaseException as error:
+            kind, given = "raise", error
+        try:
+            self.send(kind, given, copies)
         except Uncrossed as error:
             self.send("uncrossed", str(error), Copies())
 
@@ -287,41 +238,15 @@ class CodeEnd(Link):
             return [True, self.encode(type(value), copies), self.encode(value.args, copies)]
         return [type(value).__module__ != "builtins"]
 
-    def stand_in(self, name: str, doc: str | None) -> Any:
-        def function(*args: Any, **named: Any) -> Any:
-            return self.ask("call", function, args, named)
-
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = doc
-        return function
-
     def operate(self, operation: str, *given: Any) -> Any:
         if operation == "run":
             exec(compile(given[0], "solution.py", "exec"), vars(self.solution))
             return self.solution
-        if operation == "content":
-            return content_of(*given)
+        if operation == "is every object's":
+            value, name = given
+            return getattr(type(value), name, None) is getattr(object, name, None)
         if operation == "special":
             value, name, other = given
             return getattr(type(value), name, lambda *_: NotImplemented)(value, other)
         function, args, named = given
         return (resolve(function) if type(function) is str else function)(*args, **named)
-
-
-def content_of(value: Any, name: str) -> tuple[str, Any]:
-    """Who has a special method of an object's: every object; a type of Python's own, with what the object holds; or a
-    class of the code's."""
-    kind: Any = type(value)
-    if getattr(kind, name, None) is getattr(object, name, None):
-        return "object", None
-    base: Any
-    for base in kind.__mro__:
-        if name_of_type(base) in WITH_CONTENT:
-            if getattr(kind, name) is not getattr(base, name, None):
-                break
-            if issubclass(base, dict):
-                return "type", {key: dict.__getitem__(value, key) for key in base.__iter__(value)}
-            if hasattr(base, "__getnewargs__"):
-                return "type", base(*base.__getnewargs__(value))
-            return "type", base(base.__iter__(value))
-    return "code", None

@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
-from types import FunctionType, GeneratorType
+from types import FunctionType
 from typing import Any
 
 
@@ -52,88 +52,17 @@ class approx:
         return most != float("inf") and bool(builtins.abs(actual - expected) <= most)
 
 
-class _Mark:
-    def parametrize(self, names: Any, values: Any, **_: Any) -> Any:
+class mark:
+    @staticmethod
+    def parametrize(names: Any, values: Any, **_: Any) -> Any:
         titles = [title.strip() for title in names.split(",")] if isinstance(names, str) else list(names)
         rows = [value if len(titles) > 1 or isinstance(value, param) else (value,) for value in values]
 
         def decorate(function: Any) -> Any:
-            cases = getattr(function, "cases", [{}])
-            function.cases = [case | dict(zip(titles, row, strict=True)) for row in rows for case in cases]
+            function.cases = [case | dict(zip(titles, row, strict=True)) for row in rows for case in cases_of(function)]
             return function
 
         return decorate
-
-    def __getattr__(self, name: str) -> Any:
-        def decorate(function: Any) -> Any:
-            function.__unittest_skip__ = name in ("skip", "skipif", "xfail")
-            return function
-
-        return lambda *given, **_: decorate(given[0]) if len(given) == 1 and callable(given[0]) else decorate
-
-
-def find_tests(space: dict[str, Any], called: list[str]) -> list[Callable[[], Any]]:
-    """A call for each test among the tests' own names, and each of its cases, but of those that are called already."""
-    calls: list[Callable[[], Any]] = []
-    case_class = getattr(sys.modules.get("unittest"), "TestCase", ())
-    for name, value in list(space.items()):
-        is_class = type(value) is type and value.__module__ == "__main__"
-        if type(value) is FunctionType and name.startswith("test") and name not in called:
-            calls += [functools.partial(_call, value, value, space, case) for case in _cases(value)]
-        elif is_class and issubclass(value, case_class):
-            calls.append(value.setUpClass)
-            calls += [value(method).debug for method in _methods(value)]
-            calls.append(value.tearDownClass)
-        elif is_class and name.startswith("Test"):
-            for method in _methods(value):
-                calls += [
-                    functools.partial(_run, value, method, space, case) for case in _cases(getattr(value, method))
-                ]
-    return calls
-
-
-def _methods(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("test") and _cases(kind) and _cases(getattr(kind, name))]
-
-
-def _cases(test: Any) -> list[dict[str, Any]]:
-    """The arguments that a test is called with, each time; [] for one that is skipped."""
-    skips = ("__unittest_skip__", "__unittest_expecting_failure__")
-    return [] if any(getattr(test, name, False) for name in skips) else getattr(test, "cases", [{}])
-
-
-def _call(function: Any, code: Any, space: dict[str, Any], case: dict[str, Any]) -> Any:
-    """What a test or a fixture gives, with a fresh one of each fixture that it names."""
-    names = code.__code__.co_varnames[: code.__code__.co_argcount]
-    made = {
-        name: _call(space[name], space[name], space, {}) for name in names if hasattr(space.get(name), "is_fixture")
-    }
-    result = function(**made, **case)
-    return next(result) if type(result) is GeneratorType else result
-
-
-def fixture(function: Any = None, **_: Any) -> Any:
-    if function is None:
-        return fixture
-    function.is_fixture = True
-    return function
-
-
-def _run(kind: Any, method: str, space: dict[str, Any], case: dict[str, Any]) -> None:
-    """A test of a class without unittest, on an object of its own."""
-    test = kind()
-    for name in ("setup_class", "setup_method", "setup"):
-        _call_hook(test, name)
-    try:
-        _call(getattr(test, method), getattr(kind, method), space, case)
-    finally:
-        for name in ("teardown_method", "teardown"):
-            _call_hook(test, name)
-
-
-def _call_hook(test: Any, name: str) -> None:
-    if hook := getattr(test, name, None):
-        hook(*[None] * (hook.__func__.__code__.co_argcount - 1))
 
 
 class param(tuple[Any, ...]):
@@ -145,4 +74,27 @@ def fail(reason: str = "") -> None:
     raise AssertionError(reason)
 
 
-mark = _Mark()
+def cases_of(test: Any) -> list[dict[str, Any]]:
+    """The arguments that a test is called with, each time."""
+    return getattr(test, "cases", [{}])
+
+
+def find_tests(space: dict[str, Any], called: list[str]) -> list[Callable[[], Any]]:
+    """A call for each test among the tests' own names, and each of its cases, but of those that are called already."""
+    calls: list[Callable[[], Any]] = []
+    case_class = getattr(sys.modules.get("unittest"), "TestCase", ())
+    for name, value in list(space.items()):
+        is_class = type(value) is type and value.__module__ == "__main__"
+        methods = [method for method in dir(value) if method.startswith("test")] if is_class else []
+        if type(value) is FunctionType and name.startswith("test") and name not in called:
+            calls += [functools.partial(value, **case) for case in cases_of(value)]
+        elif is_class and issubclass(value, case_class):
+            calls += [value.setUpClass, *(value(method).debug for method in methods), value.tearDownClass]
+        elif is_class and name.startswith("Test"):
+            for method in methods:
+                calls += [functools.partial(_call, value, method, case) for case in cases_of(getattr(value, method))]
+    return calls
+
+
+def _call(kind: Any, method: str, case: dict[str, Any]) -> None:
+    getattr(kind(), method)(**case)

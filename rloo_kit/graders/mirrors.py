@@ -10,7 +10,7 @@ import signal
 import time
 from contextlib import suppress
 
-from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, resolve
+from rloo_kit.graders.crossing import Copies, Gone, Link, Uncrossed, is_standard, make, name_of, name_of_type, resolve
 
 TYPE_CHECKING = False  # typing takes a tenth of the start
 if TYPE_CHECKING:
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 COMPARISONS = "eq lt le gt ge contains"
 BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 OPERATORS = " ".join(f"{name} r{name} i{name}" for name in BINARY.split())
-BUILTINS = "len iter next reversed bool int float complex abs round str repr format bytes hash dir"
-OPERATIONS = "getitem setitem delitem index pos neg invert"
-MODULES = {"trunc": "math", "floor": "math", "ceil": "math", "copy": "copy"}
+# Functions with a special method each that are called where the object is.
+ASKED = (
+    "len iter next reversed bool int float complex abs round str repr format bytes hash dir setattr delattr "
+    "operator.getitem operator.setitem operator.delitem operator.index operator.pos operator.neg operator.invert "
+    "math.trunc math.floor math.ceil"
+)
 # Methods of plain values that tests hand the expected one.
 COMPARING = (
     "startswith endswith count index rindex find rfind issubset issuperset isdisjoint difference symmetric_difference "
@@ -40,12 +43,6 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         return PEER[0].read(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        PEER[0].call("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        PEER[0].call("delattr", self, name)
-
     def __call__(self, /, *args: Any, **named: Any) -> Any:
         return PEER[0].call_object(self, args, named)
 
@@ -58,11 +55,8 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         return PEER[0].read(self, "__exit__")(kind, error, None)  # a traceback is the tests' own
 
-    def __deepcopy__(self, seen: Any) -> Any:
-        return PEER[0].call("copy.deepcopy", self)
-
     def __reduce_ex__(self, version: Any) -> Any:
-        PEER[0].refuse("they pickle an object of the code's")
+        PEER[0].refuse("they copy or pickle an object of the code's")
 
     def __instancecheck__(self, value: Any) -> bool:
         return is_own(value) and PEER[0].call("isinstance", value, self)
@@ -82,12 +76,9 @@ def guarded(name: str) -> Callable[..., Any]:
     return lambda self, other: PEER[0].operate_on(self, f"__{name}__", other)
 
 
-for _name in BUILTINS.split():
-    setattr(Remote, f"__{_name}__", asking(_name))
-for _name in OPERATIONS.split():
-    setattr(Remote, f"__{_name}__", asking(f"operator.{_name}"))
-for _name, _module in MODULES.items():
-    setattr(Remote, f"__{_name}__", asking(f"{_module}.{_name}"))
+for _function in ASKED.split():
+    _name = _function.rpartition(".")[2]
+    setattr(Remote, f"__{_name}__", asking(_function))
 for _name in f"{COMPARISONS} {OPERATORS}".split():
     setattr(Remote, f"__{_name}__", guarded(_name))
 
@@ -117,8 +108,7 @@ def is_own(value: Any) -> bool:
 
 
 class TestsEnd(Link):
-    """The tests' end. `pid`: of the code's process; `call_s`, `answer_s`: limits of its CPU time for one answer and for
-    all, in seconds; also of time in which it sleeps.
+    """`pid`: of the code's process; `call_s`, `answer_s`: limits of CPU time, or sleep, for one answer and for all.
 
     An operator of the code's is never given a plain value, which is often the expected one, but by an object that the
     tests have made of a class that they test (`trusted`)."""
@@ -155,7 +145,7 @@ class TestsEnd(Link):
     def ask(self, *request: Any) -> Any:
         if self.gone or self.left_s <= 0:
             self.stop()
-        if self.began:  # in a function of the tests' that the code has called
+        if self.began:  # for the hash of an object in an answer's set
             return self.ask_once(*request)
         self.began = cpu_s(self.pid) + time.process_time(), time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
@@ -170,46 +160,31 @@ class TestsEnd(Link):
             resource.setrlimit(resource.RLIMIT_CPU, (min(most, int(time.process_time() + self.left_s) + 2), most))
 
     def ask_once(self, *request: Any) -> Any:
+        copies = Copies()
         try:
-            return super().ask(*request)
-        except StopIteration as error:
-            if self.expects_stop or request[1] == "next":
-                raise
-            raise RuntimeError("the code raised StopIteration") from error  # which would end a loop of the tests'
-
-    def send(self, kind: str, given: Any, copies: Copies) -> None:
-        try:
-            super().send(kind, given, copies)
-        except OSError:
+            self.send("ask", request, copies)
+            kind, changes, data = self.receive()
+        except (OSError, ValueError):  # the code's process is late, or has ended
             self.stop()
-
-    def receive(self) -> list[Any]:
+        if kind == "uncrossed":
+            self.refuse(data)
         try:
-            message = super().receive()
-        except ValueError:  # the code's process is late, or has ended
+            for place, parts in changes:
+                value: Any = copies.values[place]
+                new = make(name_of(value), [self.decode(part, copies) for part in parts])
+                value.clear()
+                (value.extend if hasattr(value, "extend") else value.update)(new)
+            result = self.decode(data, copies)
+        except Gone:
+            raise
+        except Exception:
+            self.uncrossed.append("a value of the code's cannot cross")
             self.stop()
-        if message[0] == "uncrossed":
-            self.refuse(message[2])
-        return message
-
-    def decode(self, data: Any, copies: Copies) -> Any:
-        try:
-            return super().decode(data, copies)
-        except Exception as error:
-            if not issubclass(type(error), Gone):
-                self.uncrossed.append("a value of the code's cannot cross")
-            self.stop()
-
-    def answer(self, data: Any) -> None:
-        try:
-            super().answer(data)
-        except Uncrossed as error:
-            self.send("raise", RuntimeError(str(error)), Copies())
-
-    def operate(self, operation: str, function: Any, args: Any, named: Any) -> Any:
-        if id(function) not in self.numbers:
-            self.stop()
-        return function(*args, **named)
+        if kind != "raise":
+            return result
+        if issubclass(type(result), StopIteration) and not self.expects_stop and request[1] != "next":
+            raise RuntimeError("the code raised StopIteration") from result  # which would end a loop of the tests'
+        raise result
 
     def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
         """What a function of the code's, or one of the standard library's by its name, gives where the code is."""
@@ -233,10 +208,7 @@ class TestsEnd(Link):
     def operate_on(self, value: Any, name: str, other: Any) -> Any:
         is_trusted = id(value) in self.trusted
         if not is_own(other):
-            owner, content = self.ask("content", value, name)
-            if owner == "type":
-                return getattr(content, name)(other)
-            if owner == "object":
+            if self.ask("is every object's", value, name):
                 return other in list(value) if name == "__contains__" else NotImplemented
             if name.strip("_") in COMPARISONS and self.is_blind(value, name, other):
                 self.has_blind = True
@@ -257,15 +229,11 @@ class TestsEnd(Link):
         return any(says) if name in ("__eq__", "__contains__") else len(says) == 2 and says[0] == says[1]
 
     def describe(self, value: Any, copies: Copies) -> Any:
-        module, title = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__name__)
-        with suppress(Exception):
-            name = f"{module or 'builtins'}.{title}".removeprefix("builtins.")
-            if is_standard(name) and resolve(name) is value:
+        title = getattr(value, "__qualname__", f"an object of {type(value).__qualname__}")
+        with suppress(TypeError):  # it has no hash
+            if (name := name_of_type(value)) and is_standard(name):
                 return {"shared": name}
-        if not callable(value) or isinstance(value, type):
-            self.refuse(f"they hand the code {'the class' if isinstance(value, type) else 'an object of'} {title}")
-        self.has_objects = True
-        return [title.rpartition(".")[2], getattr(value, "__doc__", None)]
+        self.refuse(f"they hand the code {title}")
 
     def shared(self, name: str) -> Any:
         value = super().shared(name) if name.rpartition(".")[0] in SHARED else None

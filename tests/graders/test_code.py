@@ -35,6 +35,7 @@ def score(reward: CodeReward, code: str, tests: Any, **columns: Any) -> float | 
 
 SQUARE = "def f(n):\n    return n * n if n < 3 else None"
 RAISES = "def f(n):\n    if n > 2: raise KeyError(n)\n    return n * n"
+CATCHES = ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"]
 FOUR = [f"assert f({n}) == {n * n}" for n in (1, 2, 3, 4)]
 
 
@@ -42,19 +43,13 @@ FOUR = [f"assert f({n}) == {n * n}" for n in (1, 2, 3, 4)]
     ("code", "tests", "expected"),
     [
         (SQUARE, FOUR, 0.5),
-        (SQUARE, "\n".join(FOUR), 0.5),
-        (RAISES, FOUR, 0.5),
         (RAISES, "\n".join(FOUR), 0.5),
         (RAISES, "for n in (1, 2, 3):\n    value = f(n)\n    assert value == n * n\nassert f(1) == 1", 0.5),
         (SQUARE, "assert f(1) == 1\nfor n in (1, 2, 3, 4):\n    assert f(n) == n * n", 0.6),
         (SQUARE, "assert f(1) == 1\nf(2)\nf(3) + 1\nassert f(2) == 4", 2 / 3),
         (SQUARE, "assert f(1) == 1\nf(3) + 1", 0.5),
-        (SQUARE, ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"], 1.0),
-        (
-            "def f(n): return 1",
-            ["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", "assert f(1) == 1"],
-            0.5,
-        ),
+        (SQUARE, CATCHES, 1.0),
+        ("def f(n): return 1", CATCHES, 0.5),
         ("def f(n):\n    while n > 1: pass\n    return n", FOUR, 0.25),
         ("def f(n):\n    if n > 2: exit()\n    return n * n", FOUR, 0.5),
         ("print(int(input()) ** 2 if True else 0)", [{"input": str(n), "output": "4"} for n in (2, 3)], 0.5),
@@ -63,19 +58,11 @@ FOUR = [f"assert f({n}) == {n * n}" for n in (1, 2, 3, 4)]
         ("def g(n): return n * n", FOUR, 0.0),
         ("def f(n): return n * n\nraise ValueError", FOUR, 0.0),
         ("I cannot write this.", FOUR, 0.0),
-        ("", FOUR, 0.0),
     ],
 )
 def test_partial_credit(reward: CodeReward, code: str, tests: Any, expected: float) -> None:
     """The share of the assertions; a test that never ran is not passed, and a whole 1.0 needs every one that ran."""
     assert score(reward, code, tests) == pytest.approx(expected)
-
-
-def test_broken_tests_are_a_failure_with_a_reason(reward: CodeReward, capsys: Any) -> None:
-    """Tests that nothing can pass would be a 0.0 for every completion, for the whole run."""
-    code_module._SAID.clear()
-    assert math.isnan(score(reward, "def f(n): return n", ["f(1)"]) or 0.0)
-    assert "they assert nothing" in capsys.readouterr().out
 
 
 MONEY = """
@@ -94,37 +81,20 @@ def earn(hours): return Money(900 * hours)
     ("code", "tests", "expected", "words"),
     [
         (MONEY, ["assert earn(2) == 1800"], None, "give a plain value to __eq__"),  # who knows what it says is equal
-        (MONEY.replace("900", "901"), ["assert earn(2) == 1800"], 0.0, ""),
         (MONEY, ["assert (earn(2) * 3).cents == 5400"], None, "give a plain value to __mul__"),
         (MONEY, ["w = Wallet(Money(1), Money(2))\nassert w.total().cents == 3", "assert Money(1) * 2 == 2"], 1.0, ""),
         (MONEY, ["class Coin:\n    cents = 1\nassert Wallet(Coin()).total().cents == 1"], None, "an object of Coin"),
         ("import torch\ndef f(): return 1", ["assert f() == 1"], None, "imports torch, which is installed here"),
-        ("import nothing_here\ndef f(): return 1", ["assert f() == 1"], 0.0, ""),
         ("def f():\n    with open('x', 'w') as file: file.write('1')\n    return 1", ["assert f() == 1"], 1.0, ""),
-        (
-            "from tempfile import *\nwith TemporaryFile('w+') as f:\n    f.write(input())\n    f.seek(0); print(*f)",
-            [{"input": "ab", "output": "ab"}],
-            1.0,
-            "",
-        ),
         (
             "import os\nprint(os.listdir('.'))\nopen('x', 'w').write(input())",
             [{"input": "ab", "output": "[]"}, {"input": "a", "output": "[]"}],
             1.0,
             "",
         ),
-        ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], 1.0, ""),
+        ("def f(g): return g(2)", ["assert f(lambda n: n + 1) == 3"], None, "they hand the code <lambda>"),
         ("def f(g): return g(3)", ["assert f(lambda n: n + 1) == 3"], 0.0, ""),
-        ("def f(xs): xs.sort()", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 1.0, ""),
-        ("def f(xs): return sorted(xs)", ["xs = [2, 1]\nassert f(xs) is None and xs == [1, 2]"], 0.0, ""),
         ("def f(n): raise StopIteration", ["assert all(map(lambda n: f(n) == n, [1, 2]))"], 0.0, ""),
-        ("import numpy as np\ndef f(n): return np.arange(n).sum()", ["assert f(4) == 6 and f(4) + 1 == 7"], 1.0, ""),
-        (
-            "import sys\nprint(open('/dev/stdin').read() + sys.stdin.read())\nprint('done', file=sys.stderr)",
-            [{"input": "ab", "output": "ab"}],
-            1.0,
-            "",
-        ),
         (
             "def f(x): return x",
             "nan, *rest = f([float('nan'), float('inf'), 2**100, b'x', 1j, None, frozenset({(1, '\\ud800')})])\n"
@@ -154,7 +124,7 @@ def test_quick_tests_pass_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.
         pairs = [{"input": f"{n}\n", "output": f"{n * n}"} for n in range(200)]
         assert score(judge, "n = int(input())\nprint(n * n)", pairs) == 1.0
         slow = (
-            "import time\ndef f(n):\n    ends = time.process_time() + 0.3\n    while time.process_time() < ends: pass\n"
+            "import time\ndef f(n):\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
         )
         assert score(judge, slow + "    return n", ["assert f(1) == 1", "assert f(2) == 2"]) == 1.0
         assert score(judge, slow.replace("0.3", "1.5") + "    return n", ["assert f(1) == 1"]) == 0.0
@@ -176,18 +146,22 @@ def test_a_machine_that_is_too_busy_is_a_failure(reward: CodeReward, monkeypatch
 
 def test_a_bubblewrap_that_cannot_limit_tmp(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ubuntu 22.04 has such a one: the jail has no /tmp then, and ended after a program's first input."""
-    command, size = list(find_jail().command), ["--size", str(16 * 2**20), "--tmpfs", "/tmp"]
+    command = list(find_jail().command)
     if "--size" in command:
         start = command.index("--size")
-        assert command[start : start + 4] == size and command[-1] == "/tmp"
         command = [*command[:start], *command[start + 4 : -1], "/"]
     monkeypatch.setattr(code_module, "find_jail", lambda: Jail(tuple(command)))
     assert score(reward, "print(int(input()) ** 2)", {"inputs": ["2", "3"], "outputs": ["4", "9"]}) == 1.0
     assert score(reward, "def f(n): return n", ["assert f(1) == 1"]) == 1.0
 
 
-def test_a_jail_that_fails_later(reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A machine that runs out of something is no 0.0 for the completion, and no jail at all is the batch's failure."""
+def test_broken_tests_and_a_jail_that_fails_later(
+    reward: CodeReward, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Neither is a 0.0 for the completion, and no jail at all is the batch's failure; each has its reason."""
+    code_module._SAID.clear()
+    assert math.isnan(score(reward, "def f(n): return n", ["f(1)"]) or 0.0)
+    assert "they assert nothing" in capsys.readouterr().out
     monkeypatch.setattr(code_module, "find_jail", lambda: Jail(("/bin/false",)))
     assert math.isnan(score(reward, "f = len", ["assert f('a') == 1"]) or 0.0)
     assert math.isnan(score(reward, "print(1)", [{"input": "", "output": "1"}]) or 0.0)

@@ -15,14 +15,13 @@ from rloo_kit.graders.code_tests import (
     find_row_faults,
     read_tests,
 )
+from rloo_kit.graders.mirrors import judge
 
 F = "```"
 ADD = "def add(a, b):\n    return a + b"
 BLOCK = f"{F}python\n{ADD}\n{F}"
 QUOTING = f'def add(a, b):\n    """Adds.\n\n    {F}python\n    add(1, 2)\n    {F}\n    """\n    return a + b'
 FENCES = {
-    "usual": f"Here:\n\n{BLOCK}\nDone.",
-    "opened behind text": f"Solution: {BLOCK}",
     "closed on the last line of the code": f"{F}python\n{ADD}{F}",
     "text behind the closing fence": f"{BLOCK} This adds the two numbers in Python.\nIt `works`.",
     "tildes": f"~~~python\n{ADD}\n~~~",
@@ -31,38 +30,23 @@ FENCES = {
     "three backticks, around a text with fences": f"{F}python\n{QUOTING}\n{F}\nSo it goes:\n{F}\n3\n{F}",
     **{
         f"tag {tag}": f"{F}{tag}\n{ADD}\n{F}"
-        for tag in (
-            *("", "python3", "py3", "py", "Python", " python", 'python title="add.py"', "python:add.py", "{.python}"),
-            *("ipython", "pycon", "python-repl", "python3.11", "add.py", "{.python .numberLines}", "PYTHON linenos"),
-        )
+        for tag in ("", "py3", " python", 'Python title="add.py"', "{.python .numberLines}", "pycon", "python3.11")
     },
     "CRLF": f"{BLOCK}\n".replace("\n", "\r\n"),
-    "tabs, no fence": ADD.replace("    ", "\t"),
-    "no fence, text around": f"The function is:\n\n{ADD}\n\nIt adds.",
-    "no fence, only an end": f"{ADD}\n{F}\nThis adds.",
     "no fence, an import first": f"Sure!\n\nimport math\n\n\n{ADD}\n\nprint(add(1, 2))",
-    "then a usage block": f"{BLOCK}\nUsage:\n{F}python\nprint(add(1, 2))\n{F}",
     "then a usage block that assigns": f"{BLOCK}\n{F}py\nfrom add import add\nresult = add(1, 2)\nprint(result)\n{F}",
-    "then tests of it": f"{BLOCK}\n{F}python\ndef test_add():\n    assert add(1, 2) == 3\n\ntest_add()\n{F}",
-    "then unittest": f"{BLOCK}\n{F}py\nimport unittest\nclass T(unittest.TestCase):\n    def test(s): add(1, 1)\n{F}",
     "then a console": f"{BLOCK}\n{F}python\n>>> add(1, 2)\n3\n{F}",
-    "then a block of output, no tag": f"{BLOCK}\nIt prints:\n{F}\n3\n{F}",
     "then output that looks like code": f"{BLOCK}\nIt prints:\n{F}\nresult = 3\nsum: 3\n{F}",
-    "then a shell block": f"{BLOCK}\nRun it:\n{F}bash\npython add.py\n{F}",
     "then code that does not compile": f"{BLOCK}\nOr:\n{F}python\ndef add(a, b):\n    return ...?\n{F}",
-    "then another language": f"{BLOCK}\nIn C:\n{F}c\nadd = 3;\n{F}",
     "behind a first attempt": f"{F}python\ndef add(a, b): return a - b\n{F}\nNo, wrong sign:\n{BLOCK}",
     "behind a first attempt never closed": f"{F}python\ndef add(a, b):\n    pass\n\n{BLOCK}",
     "behind a fence of text in a line": f"Use {F}add{F}:\n{BLOCK}",
     "behind one with a helper of the same name": f"{F}\ndef gcd(a, b): ...\n{F}\n{F}\nfrom math import gcd\n{ADD}\n{F}",
-    "answer tags": f"<answer>\n{ADD}\n</answer>",
     "code tags": f"<code>{ADD}</code> It adds.",
     "answer tags around a fence": f"<answer>\n{BLOCK}\n</answer>",
     "non-breaking spaces": BLOCK.replace("    ", "\u00a0" * 4),
     "other spaces": "\ufeff" + BLOCK.replace("def", "\ufeffdef").replace("return", "return\u200b"),
     "quoted": "> " + BLOCK.replace("\n", "\n> "),
-    "carriage returns": BLOCK.replace("\n", "\r"),
-    "in a bullet": "- " + BLOCK.replace("\n", "\n  "),
     "never closed": f"So:\n{F}python\n{ADD}",
     "in a list": "1. So:\n   " + BLOCK.replace("\n", "\n   "),
     "a lambda": f"{F}python\nadd = lambda a, b: a + b\n{F}\n{F}\nprint(add(1, 2))\n{F}",
@@ -81,19 +65,14 @@ def test_the_code_is_found(kind: str) -> None:
     ("answer", "code"),
     [
         ("x = 1", "x = 1"),
-        ("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n", "x = 2\n"),
         ("```python\nx = '```'\ny = 2\n", "x = '```'\ny = 2\n"),
         ('1. so:\n   ```python title="x"\n   x = 1\n   ```', "x = 1\n"),
         ("```python\nprint(int(input()) ** 2)\n```\nFor 3 it prints\n```\n9\n```", "print(int(input()) ** 2)\n"),
         ("```\nimport sys\nprint(len(sys.stdin.read()))\n```\n```python\nprint(9)\n```", None),
         ("```python\nprint('hello')\n```\n```\nhello\n```", "print('hello')\n"),
-        ("n = int(input())\nprint(n)\n```", "n = int(input())\nprint(n)\n"),
-        ("```text\nno code\n```", ""),
         ("```python\ndef f(n):\n    return n *\n```", ""),
         ("```python\ndef f(n):\n    return n\nThis adds to it.\n```\nIt was done.", ""),
         ("def f(n): return n\n\ndef g(n:\n    return n", ""),
-        ("```\n\n```", ""),
-        ("I cannot write this.", ""),
         ("", ""),
         ("(" * 10**5, ""),
         (F * 2000, ""),
@@ -104,22 +83,13 @@ def test_the_last_whole_program_is_the_code(answer: str, code: str | None) -> No
     assert find_code(answer) == code if code is not None else "stdin" in find_code(answer)
 
 
-def run(code: str, tests: Any, /, **row: Any) -> list[Any]:
-    """The marks of the tests where code and tests are one process; an error's text for a statement that raised."""
-    texts = read_tests(tests, row)
-    made = compile_tests(tuple(map(str, texts)), row.get("entry_point", ""))
+def run(code: str, tests: Any, /, **row: Any) -> float:
+    """The share of the asserts that hold where code and tests are one process."""
+    compiled = compile_tests(tuple(map(str, read_tests(tests, row))), row.get("entry_point", ""))
     solution = sys.modules["solution"] = types.ModuleType("solution")
     exec(code, vars(solution))
-    marks: list[Any] = []
-    space: dict[str, Any] = {"_mark_": lambda holds=True: marks.append(bool(holds)), "__name__": "__main__"}
-    space |= {name: getattr(solution, name) for name in made["names"] if hasattr(solution, name)}
-    space |= {"solution": solution} if "solution" in made["names"] else {}
-    for statement in made["statements"]:
-        try:
-            exec(statement, space)
-        except Exception as error:
-            marks.append(repr(error))
-    return marks
+    names = {name: getattr(solution, name) for name in compiled["names"] if hasattr(solution, name)}
+    return judge({"solution": solution} | names, compiled)
 
 
 LCB = [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}]
@@ -132,12 +102,8 @@ METHOD = "class Solution:\n    def shift(self, xs, by): return [x + by for x in 
     [
         (METHOD, LCB, {"metadata": '{"func_name": "shift"}'}),
         (SHIFT, json.dumps(LCB), {"metadata": {"func_name": "shift"}}),
-        (SHIFT, LCB, {"starter_code": "class Solution:\n    def shift(self, xs: list[int], by: int):\n        "}),
-        (SHIFT, [LCB[0] | {"metadata": {"func_name": "shift"}}, None], {}),
         (SHIFT, {"inputs": [[[1, 2], 3]], "outputs": [[4, 5]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]], "fn_name": "shift"}, {}),
-        (SHIFT, [{"type": "function_call", "fn_name": "shift", "input": [[1, 2], 3], "output": [[4, 5]]}], {}),
-        (SHIFT, {"input": [[[1, 2], 3]], "output": [[4, 5]], "fn_name": ["shift"], "type": [None]}, {}),
         (
             "def f(n): return {n: (1, {True: None})}",
             {"inputs": [[2]], "outputs": [{"2": [1, {"true": None}]}], "fn_name": "f"},
@@ -149,15 +115,11 @@ METHOD = "class Solution:\n    def shift(self, xs, by): return [x + by for x in 
 )
 def test_calls_become_asserts(code: str, tests: Any, row: dict[str, Any]) -> None:
     """Rows of LiveCodeBench, PRIME, TACO and APPS that call a function scored None, NaN or 0.0 for right answers."""
-    assert run(code, tests, **row) == [True]
+    assert run(code, tests, **row) == 1.0
     wrong = code.replace("+ by", "- by").replace("n: (", "n: (0, ").replace("* 2.0", "* 3").replace("inf", "nan")
-    assert run(wrong, tests, **row) == [False]
-
-
-def test_an_answer_in_a_list_is_no_answer_for_live_code_bench() -> None:
-    """APPS and PRIME have the expected value in a list; elsewhere a list of one is what the function has to return."""
-    tests = [{"input": "1", "output": "[1]", "testtype": "functional"}]
-    assert run("def f(n): return n", tests, entry_point="f") == [False]
+    assert run(wrong, tests, **row) == 0.0
+    if tests is LCB:  # APPS and PRIME have the expected value in a list; elsewhere the function has to return one
+        assert run(code, [LCB[0] | {"output": "[[4, 5]]"}], **row) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -167,18 +129,10 @@ def test_an_answer_in_a_list_is_no_answer_for_live_code_bench() -> None:
         ({"inputs": ["3\n"], "outputs": ["9\n"], "fn_name": None}, [("3\n", "9\n")]),
         ({"inputs": [["3", "a b"], "x"], "outputs": ["9\n", ["y", 2]]}, [("3\na b", "9\n"), ("x", "y\n2")]),
         ([{"input": "3", "output": 9, "testtype": None}, None], [("3", "9")]),
-        ([{"input": "3", "output": "9", "testtype": "stdin"}], [("3", "9")]),
-        ([{"stdin": "3\n", "expected_output": "9\n"}], [("3\n", "9\n")]),
-        ([{"type": "stdin_stdout", "input": "3", "output": "9", "fn_name": None}], [("3", "9")]),
-        ({"input": ["3"], "output": ["9"], "testtype": ["stdin"]}, [("3", "9")]),
+        ([{"input": "3", "output": "9", "testtype": "stdin", "fn_name": None}], [("3", "9")]),
         ({"input": "3", "output": "9"}, [("3", "9")]),
         ({"input": [], "output": []}, []),
-        ([{"assert_case": ["assert f(1)", "assert f(2)"], "type": "assert"}], ["assert f(1)", "assert f(2)"]),
-        ([{"assert": "assert f(1)", "input": None}], ["assert f(1)"]),
         (["assert f(1)", "assert f(2)"], ["assert f(1)", "assert f(2)"]),
-        ("assert f(1)", ["assert f(1)"]),
-        (None, []),
-        ([], []),
         ("  ", []),
         (float("nan"), []),
     ],
@@ -195,11 +149,11 @@ def test_forms(tests: Any, read: Any) -> None:
     [
         ([["3\n", "9\n"]], ["a list that holds ['3\\n', '9\\n'] of type list", "[{input, output"]),
         ([{"input": "1"}], ["the keys input"]),
-        ([{"given": "1", "wanted": "2"}], ["the keys given, wanted"]),
-        ([{"type": "special_judge", "input": "1", "output": "2"}], ["the type 'special_judge'"]),
+        ([{"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}], ["the type 'function_call'"]),
+        ([{"stdin": "1", "expected_output": "2"}], ["the keys stdin, expected_output"]),
         ({"inputs": [[[1, 2], 3]], "outputs": [[4]]}, ["without a function's name (fn_name)"]),
         ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, ["no JSON, a value a line: 'a b'"]),
-        ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["of type dict"]),
+        ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["input is no list"]),
         ([{"input": "1", "output": "2", "testtype": "functional"}], ["calls of a function that no column names"]),
         ({"input": ["1", "2"], "output": ["1"]}, ["2 inputs and 1 outputs"]),
         ("eJxrYJmqyQABGldZGBQAYXFhYXqQDlq5KUMAEZkGPA==", ["packed", "LiveCodeBench"]),
@@ -218,29 +172,23 @@ def test_other_forms_are_refused_by_name(tests: Any, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("tests", "kind", "words"),
     [
-        (["assert f(1) == "], TestsError, "no Python: "),
         (["return 1"], TestsError, "no Python: 'return' outside function"),
         (["f(1)"], TestsError, "they assert nothing"),
-        (
-            ["import pandas, requests\nassert f(1)"],
-            TestsError,
-            "import pandas, requests; the jail has",
-        ),
+        (["import pandas, requests\nassert f(1)"], TestsError, "import pandas, requests; the jail has"),
         (["def check(g):\n    assert g(1) == 1"], TestsError, "need a column entry_point"),
         (["def test_f(tmp_path):\n    assert f(tmp_path)"], TestsError, "fixture tmp_path"),
+        (["import pytest\n@pytest.fixture\ndef n(): return 1\nassert f(1)"], TestsError, "pytest.fixture"),
+        (["import pytest\n@pytest.mark.skip\ndef test(): assert f(1)"], TestsError, "pytest.mark.skip"),
         (
-            ["import pytest\n@pytest.fixture(params=[1])\ndef n(): pass\ndef test(n): assert f(n)"],
+            ["class TestF:\n    def setup_method(self): pass\n    def test(self): assert f(1)"],
             TestsError,
-            "pytest.fixture",
+            "setup_method",
         ),
+        (["import unittest\n@unittest.skipIf(True, '')\nclass T: pass\nassert f(1)"], TestsError, "unittest.skipIf"),
         (["import pytest\npytest.importorskip('x')\nassert f(1)"], TestsError, "pytest.importorskip"),
         (["from unittest.mock import patch\nassert f(1)"], UncrossedError, "mock"),
-        (["from unittest import mock\nassert f(1)"], UncrossedError, "mock"),
-        (["def test_f(monkeypatch):\n    assert f(1)"], UncrossedError, "monkeypatch"),
+        (["with redirect_stdout(io.StringIO()):\n    assert f(1)"], UncrossedError, "redirect_stdout"),
         (["def test_f(capsys):\n    f()\n    assert capsys.readouterr().out"], UncrossedError, "capsys"),
-        (["import asyncio\nassert asyncio.run(f(1))"], UncrossedError, "asyncio"),
-        (["async def test_f():\n    assert await f(1)"], UncrossedError, "await"),
-        (["import subprocess\nassert subprocess.run(f(1))"], UncrossedError, "subprocess"),
         (["class Dog(Animal):\n    pass\nassert Dog().name"], UncrossedError, "a subclass of the code's Animal"),
         (["open('x', 'w').write('1')\nassert f('x') == 1"], UncrossedError, "open"),
         (["import io, sys\nsys.stdin = io.StringIO('2')\nassert f() == 2"], UncrossedError, "sys.stdin"),

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,8 +52,8 @@ def program(jail: Jail, code: str, output: Any = subprocess.PIPE, **settings: An
 
 def printed(jail: Jail, code: str) -> str:
     """What a program prints in the jail, its exceptions included."""
-    whole = f"try:\n{_indent(code)}\nexcept BaseException as error:\n    print(type(error).__name__, error)\n"
-    with program(jail, whole) as process:
+    tried = f"try:\n{textwrap.indent(code, '    ')}\n"
+    with program(jail, f"{tried}except BaseException as error: print(type(error).__name__, error)") as process:
         return str(process.communicate(timeout=30)[0].decode())
 
 
@@ -69,19 +70,22 @@ def bare(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout
 
 
+def jails() -> list[int]:
+    """The processes of these tests' jails."""
+    processes = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f'"memory_mb": {MARK}' in str(process.info["cmdline"])
+    ]
+    return [process.pid for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
 def left() -> list[int]:
-    """The processes of these tests' jails that still run, after the kernel has had time to end them."""
+    """Those that still run after the kernel has had time to end them."""
     until = time.monotonic() + 10
-    while True:
-        found = [one for one in psutil.process_iter(["cmdline"]) if f'"memory_mb": {MARK}' in str(one.info["cmdline"])]
-        found = [one.pid for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        if not found or time.monotonic() > until:
-            return found
+    while (running := jails()) and time.monotonic() < until:
         time.sleep(0.05)
-
-
-def _indent(code: str) -> str:
-    return "\n".join("    " + line for line in code.splitlines())
+    return running
 
 
 def fork_bomb(jail: Jail, place: Path) -> None:
@@ -114,8 +118,8 @@ def sockets(jail: Jail, place: Path) -> None:
         assert "PermissionError" in printed(jail, code)
         with pytest.raises(TimeoutError):
             server.accept()
-    assert "PermissionError" in printed(jail, "import socket\nsocket.socket(socket.AF_UNIX)")
-    assert "PermissionError" in printed(jail, "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)")
+    for kind in ("AF_UNIX", "AF_NETLINK, socket.SOCK_RAW"):
+        assert "PermissionError" in printed(jail, f"import socket\nsocket.socket(socket.{kind})")
 
 
 def proc(jail: Jail, place: Path) -> None:
@@ -237,7 +241,7 @@ def leave_early(jail: Jail, place: Path) -> None:
         "def f(): exit(0)",
         "import os\ndef f(): os._exit(0)",
         "import os\nos.closerange(0, 64)\ndef f(): return 0",
-        'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"value": 1.0}\\n["value", [], true, ""]\\n\')\n'
+        'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"value": 1.0}\\n["value", [], true]\\n\')\n'
         "    except OSError: pass\nos._exit(0)",
     ):
         assert score(jail, code) == 0.0, code
@@ -267,12 +271,8 @@ def patch_assert(jail: Jail, place: Path) -> None:
     ]
     bare_tests = "\n".join(tests[:2] + tests[3:8])
     assert bare(f"{always}def f(): return Any()\n{bare_tests}\nprint('passed')") == "passed\n"
-    for made in (
-        "Any()",
-        "type('I', (int,), dict(vars(Any)))(3)",
-        "type('S', (str,), dict(vars(Any)))('3')",
-        "[Any()]",
-    ):
+    children = ("type('I', (int,), dict(vars(Any)))(3)", "type('S', (str,), dict(vars(Any)))('3')")
+    for made in ("Any()", "[Any()]", *children):
         assert score(jail, f"{always}def f(): return {made}", *tests) == 0.0, made
     for code in (
         "import builtins\nbuiltins.AssertionError = type('E', (BaseException,), {})\nbuiltins.all = lambda *a: True\n"
@@ -365,16 +365,16 @@ LINK = "import gc, json\ndef link(): return next(one for one in gc.get_objects()
 def forge_messages(jail: Jail, place: Path) -> None:
     """messages of its own on the pipe: values in advance, exceptions that are functions, changes, classes, questions"""
     lines = [
-        ["value", [], True, ""],
-        ["value", [], {"error": ["exec", "import os; os.write(3, b'{}')"]}, ""],
-        ["value", [], {"shared": "os.system"}, ""],
-        ["value", [[number, [1]] for number in range(9)], 0, ""],
-        ["value", [], {"mine": [99, False]}, ""],
-        ["value", [], {"yours": 0}, ""],
-        ["ask", [], {"tuple": ["call", {"shared": "int"}, {"tuple": []}, {"dict": []}]}, ""],
-        ["uncrossed", [], "it", ""],
-        ["raise", [], {"error": ["SystemExit", 0]}, ""],
-        ["raise", [], 0, ""],
+        ["value", [], True],
+        ["value", [], {"error": ["exec", "import os; os.write(3, b'{}')"]}],
+        ["value", [], {"shared": "os.system"}],
+        ["value", [[number, [1]] for number in range(9)], 0],
+        ["value", [], {"mine": [99, False]}],
+        ["value", [], {"yours": 0}],
+        ["ask", [], {"tuple": ["call", {"shared": "int"}, {"tuple": []}, {"dict": []}]}],
+        ["uncrossed", [], "it"],
+        ["raise", [], {"error": ["SystemExit", 0]}],
+        ["raise", [], 0],
     ]
     for line in lines:
         sent = f"link().sink.write(json.dumps({line!r}).encode() + b'\\n'); link().sink.flush()"
@@ -430,25 +430,9 @@ def hold_up(jail: Jail, place: Path) -> None:
 
 
 ATTACKS: list[Callable[[Jail, Path], None]] = [
-    fork_bomb,
-    sockets,
-    proc,
-    writing_outside,
-    kill_parent,
-    much_output,
-    reading_outside,
-    import_reward,
-    leave_early,
-    patch_assert,
-    read_answers,
-    memory,
-    endless_loop,
-    thread_bomb,
-    escapes,
-    forge_messages,
-    objects_as_answers,
-    hold_up,
-]
+    fork_bomb, sockets, proc, writing_outside, kill_parent, much_output, reading_outside, import_reward, leave_early,
+    patch_assert, read_answers, memory, endless_loop, thread_bomb, escapes, forge_messages, objects_as_answers, hold_up,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -478,9 +462,7 @@ def test_nothing_is_left_of_a_run_that_was_killed(jail: Jail) -> None:
     )
     runner = subprocess.Popen([sys.executable, "-c", program])
     until = time.monotonic() + 60
-    while (
-        len([1 for one in psutil.process_iter(["cmdline"]) if f'"memory_mb": {MARK}' in str(one.info["cmdline"])]) < 4
-    ):
+    while len(jails()) < 4:
         assert time.monotonic() < until and runner.poll() is None, "the jail never ran"
         time.sleep(0.05)
     runner.send_signal(signal.SIGKILL)
@@ -501,8 +483,5 @@ def test_a_jail_that_shows_more_than_it_should_is_none(monkeypatch: pytest.Monke
     """A bwrap that was wrapped, or a kernel that ignores a flag, has to be found by trying, not by its version."""
     made = bubblewrap() if code_module.shutil.which("bwrap") else pytest.skip("bwrap is not installed")
     leaky = Jail((*made.command[: made.command.index("--remount-ro")], "--bind", "/etc", "/etc", "--chdir", "/"))
-    with (
-        pytest.raises(RewardError, match="allows /etc/passwd, mkdir"),
-        leaky.start("probe", None, None),
-    ):
+    with pytest.raises(RewardError, match="allows /etc/passwd, mkdir"), leaky.start("probe", None, None):
         pass
