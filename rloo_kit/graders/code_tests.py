@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardError, excerpt
 
 FORMS = (
-    "texts of Python (asserts, test_ functions, unittest classes), {input, output} of texts or lists, "
-    "{inputs, outputs, fn_name}, and lists of {input, output, testtype}"
+    "texts of Python (asserts, test_ functions, unittest classes), {assert_case}, {input, output} of texts or lists, "
+    "{inputs, outputs, fn_name}, {stdin, expected_output}, and lists of {input, output, testtype} or {type, fn_name}"
 )
 INSTALLED = {"numpy"} if importlib.util.find_spec("numpy") else set()
 JUDGES = {"abs", "all", "any", "bool", "isinstance", "round"}  # builtins that tests compare with
@@ -27,8 +27,9 @@ PLAIN = {name for kind in (str, bytes, int, float, complex, list, tuple, dict, s
 LACKS = "they use {}, which the jail's pytest has not"
 _OWN = re.compile("solution|main|answer|submission|candidate|your_module|your_code")  # what tests import the code as
 _NAMES = ("fn_name", "func_name", "entry_point")
-TEST_COLUMNS = (*_NAMES, "metadata")  # of a row, next to its tests
-_KEYS = {"inputs": "input", "outputs": "output", "type": "testtype"}
+TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
+_KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
+_KINDS = {"stdin_stdout": "stdin", "function_call": "functional"}
 # Calls the function wherever the code has it. JSON has no tuples, and text as keys.
 _CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
@@ -204,6 +205,8 @@ def _listed(tests: Any) -> list[Any]:
     if not isinstance(tests, dict):
         raise _unread(f"of type {type(tests).__name__}: {excerpt(tests, 60)}")
     test = {_KEYS.get(key, key): value for key, value in tests.items() if value is not None}
+    if asserts := test.get("assert_case"):
+        return _listed(asserts)
     given, wanted = test.get("input"), test.get("output")
     if not (isinstance(given, list) and isinstance(wanted, list)) or "testtype" in test:
         return [test] if test else []
@@ -216,6 +219,7 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
     if not {"input", "output"} <= test.keys():
         raise _unread(f"dicts with the keys {', '.join(map(str, test)) or 'none'}")
     given, wanted, kind = test["input"], test["output"], test.get("testtype")
+    kind = _KINDS.get(str(kind), kind)
     if kind not in (None, "stdin", "functional"):
         raise _unread(f"of the type {excerpt(kind, 60)}")
     names_function = any(source.get(key) for source in (test, row) for key in ("fn_name", "func_name"))
@@ -223,7 +227,7 @@ def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
     if not name:
-        raise _unread("calls of a function that no column names (fn_name, metadata, entry_point)")
+        raise _unread("calls of a function that no column names (fn_name, metadata, starter_code, entry_point)")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
@@ -243,6 +247,7 @@ def _function(test: Mapping[str, Any], row: Mapping[str, Any]) -> str:
             metadata = json.loads(metadata)
     sources = (test, row, metadata if isinstance(metadata, dict) else {})
     named = [str(source[key]) for source in sources for key in _NAMES if source.get(key)]
+    named += re.findall(r"\bdef\s+(\w+)", str(row.get("starter_code")))[-1:]
     words = re.findall(r"\w+", named[0]) if named else []
     return words[-1] if words else ""
 

@@ -102,6 +102,8 @@ METHOD = "class Solution:\n    def shift(self, xs, by): return [x + by for x in 
     [
         (METHOD, LCB, {"metadata": '{"func_name": "shift"}'}),
         (SHIFT, json.dumps(LCB), {"metadata": {"func_name": "shift"}}),
+        (SHIFT, LCB, {"starter_code": "class Solution:\n    def shift(self, xs: list[int], by: int):\n        "}),
+        (SHIFT, [{"type": "function_call", "fn_name": "shift", "input": [[1, 2], 3], "output": [[4, 5]]}], {}),
         (SHIFT, {"inputs": [[[1, 2], 3]], "outputs": [[4, 5]], "fn_name": "shift"}, {}),
         (METHOD, {"inputs": [[[1, 2], 3]], "outputs": [[[4, 5]]], "fn_name": "shift"}, {}),
         (
@@ -130,6 +132,9 @@ def test_calls_become_asserts(code: str, tests: Any, row: dict[str, Any]) -> Non
         ({"inputs": [["3", "a b"], "x"], "outputs": ["9\n", ["y", 2]]}, [("3\na b", "9\n"), ("x", "y\n2")]),
         ([{"input": "3", "output": 9, "testtype": None}, None], [("3", "9")]),
         ([{"input": "3", "output": "9", "testtype": "stdin", "fn_name": None}], [("3", "9")]),
+        ([{"stdin": "3\n", "expected_output": "9\n"}], [("3\n", "9\n")]),
+        ([{"type": "stdin_stdout", "input": "3", "output": "9", "fn_name": None}], [("3", "9")]),
+        ([{"assert_case": ["assert f(1)", "assert f(2)"], "type": "assert"}], ["assert f(1)", "assert f(2)"]),
         ({"input": "3", "output": "9"}, [("3", "9")]),
         ({"input": [], "output": []}, []),
         (["assert f(1)", "assert f(2)"], ["assert f(1)", "assert f(2)"]),
@@ -149,8 +154,7 @@ def test_forms(tests: Any, read: Any) -> None:
     [
         ([["3\n", "9\n"]], ["a list that holds ['3\\n', '9\\n'] of type list", "[{input, output"]),
         ([{"input": "1"}], ["the keys input"]),
-        ([{"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}], ["the type 'function_call'"]),
-        ([{"stdin": "1", "expected_output": "2"}], ["the keys stdin, expected_output"]),
+        ([{"type": "special_judge", "input": "1", "output": "2"}], ["the type 'special_judge'"]),
         ({"inputs": [[[1, 2], 3]], "outputs": [[4]]}, ["without a function's name (fn_name)"]),
         ({"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}, ["no JSON, a value a line: 'a b'"]),
         ({"inputs": [{"n": 1}], "outputs": [1], "fn_name": "f"}, ["input is no list"]),
