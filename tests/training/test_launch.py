@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TWO = ROOT / "configs" / "accelerate" / "cpu_two.yaml"
-SCRIPT = Path(__file__).with_name("launched_script.py")
+SCRIPT = ROOT / "tests" / "loop" / "launched_script.py"
 STEPS, ROWS, PROCESSES = 30, 4, 2
 CONFIG = """
 run: {{output_dir: {output}, progress_every_s: 0, sample_every_steps: 0, evaluate: false, report: false}}
