@@ -128,7 +128,7 @@ NOTHING_TO_LEARN: dict[str, tuple[Any, str, str, str]] = {
     "always solved": (None, "rollout", "data.source", "harder prompts"),
     "a reward that always pays": (paying(1.0), "rollout", "data.source", "harder prompts"),
     "a reward that never pays": (paying(0.0), "rollout", "rloo.temperature", "graded reward"),
-    "a reward that fails": (failing, "rewards", "rewards.0", "no judge is listening"),
+    "a reward that fails": (failing, "rewards", "run.max_reward_failure_share", "no judge is listening"),
 }
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,13 @@ def test_a_demonstration_ends_where_the_model_stops(qwen3_tokenizer: Any, make_r
 
 
 @pytest.mark.slow
-def test_the_checks_refuse_a_budget_for_a_model_that_was_asked_not_to_think(make_run: Any) -> None:
+def test_the_checks_refuse_a_budget_for_a_model_that_was_asked_not_to_think(
+    make_run: Any, qwen3_folder: Path, tmp_path: Path
+) -> None:
     """`</think>` would be forced into its answers."""
-    asked = make_run(model={"enable_thinking": False}, thinking_budget=100)
+    model = {"name": str(shutil.copytree(qwen3_folder, tmp_path / "model"))}
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    asked = make_run(model=model | {"enable_thinking": False}, thinking_budget=100)
     messages = [str(fault) for fault in find_faults(asked)]
     assert any("set rloo.thinking_budget=null" in message for message in messages), messages
-    assert not any("thinking" in str(fault) for fault in find_faults(make_run(thinking_budget=100)))
+    assert not any("thinking" in str(fault) for fault in find_faults(make_run(model=model, thinking_budget=100)))
