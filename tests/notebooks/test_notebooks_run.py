@@ -192,7 +192,8 @@ def test_a_users_file_with_a_reward_of_their_own(start: Start, tmp_path: Path) -
 def test_a_run_that_stopped_early_fails_the_notebook(start: Start, tmp_path: Path) -> None:
     """A notebook that goes on after a run without signal exits 0, and a batch counts it as done."""
     stop = f"{OVERRIDES} health.stop=[no_signal]"
-    parameters = SMALL | {"max_steps": 6, "output_dir": tmp_path / "runs", "overrides": stop, "max_completion_length": 4}
+    parameters = SMALL | {"max_steps": 6, "max_completion_length": 4, "overrides": stop}
+    parameters["output_dir"] = tmp_path / "runs"
     done = papermill(start, "arithmetic_thinking", tmp_path / "x.ipynb", **parameters)
     assert done.exit_code == "1"
     assert "stopped (no signal) at step 5; resume = True goes on from there" in done.log
