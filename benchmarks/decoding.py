@@ -69,7 +69,7 @@ def make_sides(model: Any, decoders: list[Any]) -> dict[str, Any]:
     sides: dict[str, Any] = {}
     for decoder in decoders:
         engine: Any = build_engine(model, "native", temperature=1.0, end_ids=[NEVER], pad_id=0)
-        engine._decoder = decoder
+        engine.decoder = decoder
         sides[decoder.__name__] = engine
     sides["generate"] = build_engine(model, "generate", temperature=1.0, end_ids=[NEVER], pad_id=0)
     return sides

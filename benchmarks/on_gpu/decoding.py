@@ -84,7 +84,7 @@ def plans_cudnn_attention(bench: Bench) -> None:
         engine = make_engine(policy, "native", rows, temperature=1.0)
         engine.uses_graphs = engine.uses_graphs and decoder == "graphs"
         if decoder == "modules":
-            engine._decoder = ModuleDecoder
+            engine.decoder = ModuleDecoder
         with mock.patch.dict("os.environ", {DEPRIORITIZED: "0"}):  # torch has read it; the kit would leave cuDNN out
             for name, (cudnn, first) in {"": (False, 20), **places}.items():  # the first is discarded
                 torch.backends.cuda.enable_cudnn_sdp(cudnn)
@@ -292,7 +292,8 @@ def decode(bench: Bench, engine: Any, prompts: list[list[int]], tokens: int) -> 
         ids = engine.sample(prompts, Limits(tokens)).completion_ids
     ms = clock.token_ms(min(TINY_WARM if bench.rehearsed else WARM, tokens - 1))
     found = {"ms": ms, "tokens_per_s": round(len(prompts) / ms * 1e3)}
-    more = {name: getattr(engine, name, None) for name in ("decoder", "counts")} | {"graphs": clock.stats}
+    decoder, counts = getattr(engine, "decoder", None), getattr(engine, "counts", None)
+    more = {"decoder": decoder and decoder.__name__, "counts": counts, "graphs": clock.stats}
     return ids, found | {name: value for name, value in more.items() if value}
 
 
