@@ -143,7 +143,6 @@ GONE_KEYS: dict[str, Gone] = {
     "model.build_seed": Gone(0, "an embedded model is always built from the same seed"),
     "model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
     "reward_model.lora.dropout": Gone(0.0, "adapters are trained without dropout"),
-    "run.num_samples": Gone(2, "a table has two completions; rloo-kit show prints those of any step"),
     "run.rollouts_gib": Gone(None, "delete the oldest files in the run's folder rollouts/ by hand"),
     "run.reward_failure_steps": Gone(3, "three failed steps in a row stop a run; see run.max_reward_failure_share"),
     "run.max_skipped_steps": Gone(3, "three steps in a row with NaN or infinity stop a run"),

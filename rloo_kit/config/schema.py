@@ -60,6 +60,7 @@ class RunSection(Section):
     report: bool = key(True, "write report.html at the end")
     progress_every_s: float = key(5.0, "seconds between progress lines", ge=0.0)
     sample_every_steps: int = key(25, "steps between tables of sample completions; 0 for none", ge=0)
+    num_samples: Count = key(2, "completions in such a table")
     save_every_minutes: float | None = key(
         15.0, "minutes between checkpoints in addition to rloo.save_steps; null: none", gt=0.0
     )

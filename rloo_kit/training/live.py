@@ -89,11 +89,11 @@ class ProgressLine(TrainerCallback):
 
 
 class SampleTable(TrainerCallback):
-    """Prints a table of two completions after the first step and every `every_steps` (0: never), thinking and answer
-    separated; with tools the last turn's, and the calls with their results."""
+    """Prints a table of `num_samples` completions after the first step and every `every_steps` (0: never), thinking and
+    answer separated; with tools the last turn's, and the calls with their results."""
 
-    def __init__(self, rollouts: RolloutLog, every_steps: int):
-        self.rollouts, self.every_steps = rollouts, every_steps
+    def __init__(self, rollouts: RolloutLog, every_steps: int, num_samples: int):
+        self.rollouts, self.every_steps, self.num_samples = rollouts, every_steps, num_samples
         self._shown: int | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -112,7 +112,7 @@ class SampleTable(TrainerCallback):
             table.add_column(name, ratio=ratio, overflow="fold")
         firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
-        for row in [*reversed(firsts.values()), *others][:2]:
+        for row in [*reversed(firsts.values()), *others][: self.num_samples]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             segments, answer = split_completion(row)
             thinking = "\n".join(text for text, _ in segments)

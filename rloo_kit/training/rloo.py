@@ -204,7 +204,7 @@ class _Training:
         before = load_evaluation(run, "before") if run.run.evaluate else None  # the one after takes about as long
         progress = ProgressLine(self.writer, run.run.progress_every_s, 0.0 if before is None else before.seconds)
         progress.evaluations = self.evaluations
-        shown = SampleTable(self.rollouts, run.run.sample_every_steps)
+        shown = SampleTable(self.rollouts, run.run.sample_every_steps, run.run.num_samples)
         callbacks = [self.writer, progress, shown, self.guard, self.interrupts]
         if self.evaluations is not None:
             callbacks.append(self.evaluations)  # after the interrupts, which postpone an evaluation

@@ -126,7 +126,7 @@ def test_sample_table_shows_thinking_and_answer_apart(rollouts, capsys):
             row([1], completion="endless", forced=True, prompt=PROMPT.format("5+5="), truncated=True, advantage=-0.25),
         ]
     )
-    table = SampleTable(rollouts, every_steps=10)
+    table = SampleTable(rollouts, every_steps=10, num_samples=2)
     for step in (1, 2, 9, 10, 11):
         table.on_log(None, state(step), None, logs=LOGS)
     printed = capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_sample_table_shows_calls_shortly(rollouts, capsys, monkeypatch):
     turns += [{"role": "tool", "name": "add", "content": "3" * 500}, {"role": "assistant", "content": "done"}]
     monkeypatch.setenv("COLUMNS", "120")
     rollouts([row([1], completion="so</think>done", answer_start=10, turns=turns), row([1], completion="x")])
-    SampleTable(rollouts, every_steps=1).on_log(None, state(1), None, logs=LOGS)
+    SampleTable(rollouts, every_steps=1, num_samples=1).on_log(None, state(1), None, logs=LOGS)
     printed = capsys.readouterr().out
     assert "calls" in printed and "add(a=1, b=2)" in printed and "-> 333" in printed and "done" in printed
     assert "hm" not in printed and printed.count("3") < 100
