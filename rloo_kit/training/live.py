@@ -68,10 +68,10 @@ class ProgressLine(TrainerCallback):
         if step == warm_step:
             warm_step, warm_s = self._first_step, 0.0
         left_s += (stepped_s - warm_s) / max(step - warm_step, 1) * (state.max_steps - step)
-        say(self._line(state, left_s))
+        say(self._line(state, left_s, now - self._printed_at))
         self._printed_at, self._printed_step = now, step
 
-    def _line(self, state: Any, left_s: float) -> str:
+    def _line(self, state: Any, left_s: float, _since_s: float) -> str:
         held_out = None if self.evaluations is None else self.evaluations.history.value
         per_second = tokens_per_second(self.writer.rows, after=self._printed_step or self._first_step)
         logs = self._logs
