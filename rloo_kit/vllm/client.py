@@ -19,7 +19,6 @@ from rloo_kit.system.console import picture_controls
 from rloo_kit.system.environment import is_exposed, is_sendable
 from rloo_kit.vllm.in_process import room_for_rank
 
-KEPT_S = 2.0  # of an idle connection: vLLM closes it after 5 s
 LOAD_S = 600.0  # of an adapter
 ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
 MOST_SHOWN = 500  # characters of an answer in a message
@@ -97,10 +96,13 @@ class VllmClient:
                 f"{KEY_VARIABLE} has a line break, a space at an end or another character that no key has: set it to "
                 "the key alone, on one line"
             )
+        # A connection for each request: between threads, the pool may close an idle one that it has just given to a
+        # request (https://github.com/encode/httpcore/issues/1110).
+        headers = {"Connection": "close"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
+            headers=headers,
+            limits=httpx.Limits(max_connections=None),
             trust_env=False,  # an internet proxy does not reach a machine in the cluster
         )
         if self._key and is_exposed(self.url):

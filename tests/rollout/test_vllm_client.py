@@ -132,3 +132,12 @@ def test_a_completion_that_cannot_be_is_not_trained_on(scripted, client):
             with pytest.raises(RolloutServerError, match=f"{scripted.url}.*{message}"):
                 CALLS["complete"](client)
                 pytest.fail(str(fault))
+
+
+def test_no_connection_serves_two_requests(scripted, client):
+    """Threads shared idle connections, and the pool closed one that it had just given to a request: an hour of training
+    ended in "Bad file descriptor"."""
+    scripted.answer = lambda path: (200, {}, json.dumps(COMPLETION).encode())
+    for _ in range(3):
+        CALLS["complete"](client)
+    assert len(scripted.requests) == len({id(connection) for connection in scripted.requests}) == 3
