@@ -117,7 +117,7 @@ def run_call(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
 
     def run(*names: str, call: int = 1, adds: bool = False) -> tuple[int, Any]:
         out = tmp_path / "out"
-        code = hour.CallRun(call, list(names), out, 60.0, False, tmp_path, adds).run({"machine": {"gpu": "none"}})
+        code = hour.CallRun(call, list(names), out, 300.0, False, tmp_path, adds).run({"machine": {"gpu": "none"}})
         return code, checks.read_part(out / f"call{call}.jsonl")
 
     return run
