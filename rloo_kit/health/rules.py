@@ -304,7 +304,7 @@ def no_movement(seen: Series, context: Context) -> Evidence | None:
     return Evidence(moved[0].step, text)
 
 
-# ------------------------------------------------------------------------------------------ completions
+# ------------------------------------------------------------------------------------------ drift and collapse
 
 
 @rule(
