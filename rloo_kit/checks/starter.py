@@ -150,7 +150,7 @@ def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> 
 
 
 def _words_of(name: str) -> set[str]:
-    """The words of a column's name, small, with and without a last s."""
+    """The words of a column's name in lower case, with and without a last s."""
     words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     return {*words, *(word.removesuffix("s") for word in words)}
 

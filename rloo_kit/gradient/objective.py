@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-CORRECTION_CAP = (
-    2.0  # of a weight: one token must not drown the rest, and two samplers of one policy seldom differ more
-)
+# Of a weight: one token must not drown the rest, and two samplers of one policy seldom differ more.
+CORRECTION_CAP = 2.0
 RATIO_STATISTICS = ("ratio", "clipped_low", "clipped_high")
 
 

@@ -86,12 +86,21 @@ class HealthWatch:
 
     def _root(self, finding: Finding) -> Finding:
         """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so
-        on."""
-        others = (self._found[name] for name in RULES[finding.name].follows if name in self._found)
-        causes = [
-            other for other in others if other.since <= finding.since + NEAR and other.last >= finding.since - NEAR
-        ]
-        return self._root(min(causes, key=lambda cause: cause.since)) if causes else finding
+        on. If findings form a cycle, the earliest of them."""
+        passed = [finding]
+        while True:
+            last, causes = passed[-1], []
+            for name in RULES[last.name].follows:
+                other = self._found.get(name)
+                slack = 0 if last.name in RULES[name].follows else NEAR
+                if other is not None and other.since <= last.since + slack and other.last >= last.since - NEAR:
+                    causes.append(other)
+            if not causes:
+                return last
+            cause = min(causes, key=lambda one: one.since)
+            if cause in passed:
+                return min(passed[passed.index(cause) :], key=lambda one: (one.since, one.step, one.name))
+            passed.append(cause)
 
     def _is_first(self, finding: Finding) -> bool:
         return self._root(finding) is finding

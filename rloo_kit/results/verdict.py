@@ -35,8 +35,6 @@ BY_SUCCESS = ("no_signal", "no_movement")  # what a solved task shows too
 LONGEST_QUESTION = 60  # characters of an example in a command
 # Of accuracy that shorter thinking may cost: the first, or what the prompts can resolve, up to the second.
 MARGIN, WIDEST_MARGIN = 0.03, 0.1
-SHORTENING = ("relative_length_penalty", "thinking_budget_reward", "soft_overlong_penalty")
-PRESSED = 0.2  # share of thoughts closed by the budget from which the run asks for shorter ones
 CLOSE = 0.02  # half width of an interval that settles whether a run of moderate size learnt
 
 
@@ -333,11 +331,8 @@ class _Facts:
 
     @property
     def wants_shorter(self) -> bool:
-        """Whether the run asks for less thinking, by a reward or a budget that closed so many thoughts before. The
-        usual budget, which leaves room for an answer, closes few."""
-        weights = self.run.reward_weights
-        is_pressed = self.before is not None and (self.before.forced_share or 0.0) >= PRESSED
-        return is_pressed or any(weights.get(name, 0.0) > 0 for name in SHORTENING)
+        """Whether the run asks for less thinking (`Context.wants_shorter`)."""
+        return self.before is not None and Context.of(self.run).wants_shorter(self.before.forced_share or 0.0)
 
     @property
     def is_cut_off(self) -> bool:

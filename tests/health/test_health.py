@@ -210,6 +210,9 @@ CAUSES: dict[str, tuple[list[dict[str, Any]], list[str], set[str]]] = {
         [WELL] * 6 + [WELL | CUT] * 6 + [WELL | CUT | OPEN] * 9, ["truncation"], set()),
     "open thinking reaches the limit": (
         [WELL] * 6 + [WELL | OPEN] * 6 + [WELL | CUT | OPEN] * 9, ["never_closed"], set()),
+    "short completions and a low entropy, each a sign of the other": (
+        [WELL] * 8 + [WELL | {"thinking/mean_length": 5, "entropy": 0.005}] * 9,
+        ["length_collapse"], {"entropy_collapse"}),
     "a cause long past explains nothing": (
         [WELL | {"rewards/failed_ratio": 0.5}] * 4 + [WELL] * 40 + [TIED] * 5, ["reward_failures", "no_signal"], set()),
 }  # fmt: skip

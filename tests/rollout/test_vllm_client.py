@@ -135,8 +135,8 @@ def test_a_completion_that_cannot_be_is_not_trained_on(scripted, client):
 
 
 def test_no_connection_serves_two_requests(scripted, client):
-    """Threads shared idle connections, and the pool closed one that it had just given to a request: an hour of training
-    ended in "Bad file descriptor"."""
+    """Threads shared idle connections, and the pool closed one that it had just given to a request: a run ended in "Bad
+    file descriptor"."""
     scripted.answer = lambda path: (200, {}, json.dumps(COMPLETION).encode())
     for _ in range(3):
         CALLS["complete"](client)
