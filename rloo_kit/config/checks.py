@@ -31,6 +31,7 @@ HealthRule = Literal[
     "sampler_gap",
 ]  # fmt: skip
 
+VLLM_TEMPERATURE = 2.0  # the highest that vLLM accepts
 VLLM_LEAST_TEMPERATURE = 0.01  # above 0; vLLM raises lower values to this one
 
 WHY_REFUSED = (
@@ -59,6 +60,8 @@ def find_option_problems(values: Mapping[str, Any]) -> list[str]:
         *_find_thinking_problems(values),
         *_find_server_problems(engine, values.get("rollout_server_url")),
     ]
+    if engine and "temperature" in values:
+        problems += find_temperature_problems(engine, {"rloo.temperature": values["temperature"]})
     rounds = values.get("resample_rounds")
     if rounds and values.get("baseline") == "none":
         problems.append(
@@ -158,6 +161,23 @@ def find_tool_problems(values: Mapping[str, Any]) -> list[str]:
     forms = "module:function, path/to/file.py:Class or, as an environment, verifiers/NAME"
     wrong = [name for name in names if not all(name.rpartition(":")) and not name.startswith("verifiers/")]
     return [f"rloo.tools, rloo.environment: {name} is not of the form {forms}" for name in wrong]
+
+
+def find_temperature_problems(engine: str, temperatures: Mapping[str, float]) -> list[str]:
+    """Temperatures, by key, outside the engine's range.
+
+    >>> find_temperature_problems("server", {"rloo.temperature": 2.5})
+    ['rloo.temperature is 2.5, and vLLM samples at 0.01 to 2; set rloo.temperature=2 or lower, or rollout.engine=auto']
+    """
+    if engine not in ("server", "vllm"):
+        return []
+    low, high = VLLM_LEAST_TEMPERATURE, VLLM_TEMPERATURE
+    return [
+        f"{key} is {value:g}, and vLLM samples at {low:g} to {high:g}; set {key}="
+        f"{f'{high:g} or lower' if value > high else f'{low:g} or higher'}, or rollout.engine=auto"
+        for key, value in temperatures.items()
+        if value > high or 0 < value < low
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ whole groups

@@ -15,6 +15,7 @@ from rloo_kit.config.checks import (
     GYM_PREFIX,
     find_option_problems,
     find_prompt_problem,
+    find_temperature_problems,
     usual_batch,
 )
 from rloo_kit.config.model_names import EMBEDDED_PREFIX, find_family_problem, split_model_name, thinks_by_keys
@@ -223,13 +224,22 @@ class RunConfig(Section):
                     f"data.max_prompt_length ({prompt}) + {key} ({completion}) = {prompt + completion} tokens, more "
                     f"than model.max_seq_length ({limit}); set {room}model.max_seq_length={prompt + completion}"
                 )
+        if budgets := self.eval.thinking_budgets:
+            forced = CLOSE_TOKENS.get(self.rloo.thinking_close, 1) + self.forced_answer
+            if (needed := prompt + max(budgets) + forced) > limit:
+                problems.append(
+                    f"data.max_prompt_length ({prompt}) + the largest of eval.thinking_budgets ({max(budgets)}) + "
+                    f"{forced} to close it and answer = {needed} tokens, more than model.max_seq_length ({limit}); set "
+                    f"model.max_seq_length={needed} or a lower budget"
+                )
         return problems
 
     def find_vllm_problems(self, engine: str) -> list[str]:
         """What vLLM cannot sample if `engine` is "vllm" or "server"; checked before any weights are loaded."""
         if engine not in ("vllm", "server"):
             return []
-        problems = []
+        temperatures = {"rloo.temperature": self.rloo.temperature, "eval.temperature": self.eval.temperature}
+        problems = find_temperature_problems(engine, temperatures)
         if self.model.lora is None:
             problems.append(
                 "model.lora is null, but vLLM (rollout.engine) gets what was trained as an adapter; set "

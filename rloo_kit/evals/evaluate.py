@@ -173,10 +173,11 @@ def evaluate(
             f"{policy.family}). Set eval.thinking_budgets: []"
         )
     dataset = _first_prompts(dataset, run.eval.num_prompts)
-    made = make_rewards(run, policy.tokenizer) if reward_funcs is None else []
-    rewards = HeldOutRewards(run, made if reward_funcs is None else reward_funcs)
     judge = AnswerJudge(run, policy.tokenizer, gold_answers(dataset), reward_funcs)
+    made: list[Any] = []
     try:
+        made += make_rewards(run, policy.tokenizer) if reward_funcs is None else []
+        rewards = HeldOutRewards(run, made if reward_funcs is None else reward_funcs)
         measured = evaluate_with(run, policy, dataset, judge, rewards, label)
         if run.eval.judge is not None and is_main_process():
             measure_win_rate(run, dataset, measured, base or load_evaluation(run, "before"))

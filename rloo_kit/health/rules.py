@@ -17,6 +17,7 @@ SOLVED = 0.9  # accuracy on the training prompts from which tied groups and low 
 MOVED = 1e-5  # relative to the weights' norm: below it nothing has been trained (ten steps at 1e-6 are above)
 TRUNCATED = 0.8  # share of completions above which the limit decides which of them end
 PRESSED = 0.2  # share of thoughts closed by the budget from which it asks for shorter ones
+MOSTLY_FAILED = 0.5  # share of samples on which a reward fails, below which the others still teach
 OFTEN_CUT, SELDOM_CLOSED, DRIFTED = 0.3, 0.2, 2.0  # shares of completions; nats a token of KL
 GAP_LOOK = 12  # rows in which a few gaps between sampler and trainer count, in a row or not
 ANSWERS = ("answer_reward", "math_answer_reward", "reasoning_gym_score")  # their mean is the accuracy in training
@@ -48,12 +49,14 @@ class Context:
 
 
 class Evidence(NamedTuple):
-    """What a rule has found: the first step that shows it, a text, and cause and fix if they differ from the rule's."""
+    """What a rule has found: the first step that shows it, a text, and cause and fix if they differ from the rule's.
+    `level`: "warning" for what does not keep a run from learning."""
 
     since: int
     text: str
     cause: str = ""
     fix: str = ""
+    level: str = "error"
 
 
 @dataclass
@@ -211,11 +214,12 @@ def broken_policy(seen: Series, context: Context) -> Evidence | None:
 )  # fmt: skip
 def reward_failures(seen: Series, context: Context) -> Evidence | None:
     failing = seen.lasting("rewards/failed_ratio", lambda share: share >= 0.2, 2)
-    if failing is not None:
-        failed = f"a reward failed on {last_of(seen, 'rewards/failed_ratio', 1)[0]:.0%} of the samples"
-        return Evidence(failing.begins, f"{failed}, {in_a_row(seen, failing.begins)}")
+    share = last_of(seen, "rewards/failed_ratio", 1)[0]
     unscored = seen.held("rewards/unscored_ratio", lambda share: share >= 1.0, context.no_signal_steps)
-    if unscored is None:
+    if failing is not None and (unscored is None or share >= MOSTLY_FAILED):
+        text = f"a reward failed on {share:.0%} of the samples, {in_a_row(seen, failing.begins)}"
+        return Evidence(failing.begins, text, level="error" if share >= MOSTLY_FAILED else "warning")
+    if unscored is None or share >= MOSTLY_FAILED:
         return None
     cause = "Every reward returned None, which a reward does if its column is missing"
     text = f"no completion was scored in {in_a_row(seen, unscored.begins)}"

@@ -34,7 +34,7 @@ class HealthWatch:
         self._excused: set[str] = set()  # active when an earlier part ended: does not stop the resumed run
         self._seen = Series()
         self._found: dict[str, Finding] = {}  # consequences included
-        self._reported: list[str] = []
+        self._reported: dict[tuple[str, str], Finding] = {}  # by rule and cause: with another one it is new
         for row in rows:
             self.observe(row)
         self._excused = {name for name, one in self._found.items() if self.holds(one)}
@@ -43,7 +43,8 @@ class HealthWatch:
     @property
     def findings(self) -> list[Finding]:
         """The reported causes, in step order."""
-        causes = [self._found[name] for name in self._reported if self._is_first(self._found[name])]
+        names = dict.fromkeys(name for name, _ in self._reported)
+        causes = [self._found[name] for name in names if self._is_first(self._found[name])]
         return sorted(causes, key=lambda one: (one.since, one.step, one.name))
 
     def holds(self, finding: Finding) -> bool:
@@ -62,27 +63,28 @@ class HealthWatch:
             if evidence is None:
                 continue
             firing.append(rule.name)
-            if (found := self._found.get(rule.name)) is not None:
-                found.since = found.since if found.last >= before else evidence.since  # it had ceased
-                found.last, found.found = row["step"], evidence.text
-                continue
             values = defaultdict(lambda: "unset", self.context.rloo)
             cause = (evidence.cause or rule.cause).format_map(values)
             fix = (evidence.fix or rule.fix).format_map(values)
+            if (found := self._found.get(rule.name)) is not None and found.cause == cause:
+                found.since = found.since if found.last >= before else evidence.since  # it had ceased
+                found.last, found.found, found.fix, found.level = row["step"], evidence.text, fix, evidence.level
+                continue
             times = {"step": row["step"], "since": evidence.since, "last": row["step"]}
-            self._found[rule.name] = Finding(rule.name, evidence.text, fix, cause=cause, **times)
+            self._found[rule.name] = Finding(rule.name, evidence.text, fix, level=evidence.level, cause=cause, **times)
         for finding in self._found.values():
             finding.explains = sorted(
                 name for name, one in self._found.items() if one is not finding and self._root(one) is finding
             )
-        new = [name for name in firing if name not in self._reported and self._is_first(self._found[name])]
-        self._reported += new
+        firsts = (self._found[name] for name in firing if self._is_first(self._found[name]))
+        new = {key: one for one in firsts if (key := (one.name, one.cause)) not in self._reported}
+        self._reported |= new
         self._excused &= set(firing)
         stopping = [name for name in firing if name in self.context.stop and name not in self._excused]
         if stopping and self.stop is None:
             self.stopped_by = min(stopping, key=lambda name: self._found[name].since)
             self.stop = self._root(self._found[self.stopped_by])
-        return [self._found[name] for name in new]
+        return list(new.values())
 
     def _root(self, finding: Finding) -> Finding:
         """The first cause of a finding: the earliest one that it follows from and that was active when it began, and so

@@ -18,6 +18,7 @@ from rloo_kit.runs.files import is_number
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import columns, fill_text, format_seconds, render_text
+from rloo_kit.system.problems import errors_of
 
 STATUS = ("state", "step", "max_steps", "updated", "error", "command", "resume", "adapter_step")
 MEANS = (
@@ -47,7 +48,7 @@ class RunOverview:
     @property
     def level(self) -> str | None:
         """ "alarming" if a health finding holds at the last step, else "healthy"; None before the first step."""
-        return ("alarming" if self.result.lasting else "healthy") if self.result.metrics else None
+        return ("alarming" if errors_of(self.result.lasting) else "healthy") if self.result.metrics else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -27,6 +27,7 @@ from rloo_kit.runs.files import is_number, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import fill_text, plain_prompt
+from rloo_kit.system.problems import errors_of
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
@@ -229,8 +230,9 @@ class _Facts:
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = self._describe_solved()
         lasting = {finding.name: finding for finding in result.lasting}
-        blind = next((lasting[name] for name in NO_SIGNAL if name in lasting), None)
-        alarm = next((finding for finding in result.lasting if finding.name not in BY_SUCCESS), None)
+        errors = errors_of(result.lasting)
+        blind = next((finding for name in NO_SIGNAL for finding in errors if finding.name == name), None)
+        alarm = next((finding for finding in errors if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
         self.findings = {"hacked": lasting.get("reward_hacking"), "broken": broken, "blind": blind, "alarm": alarm}
         self.findings |= {"first": first, "worst": broken or first}
@@ -422,16 +424,26 @@ def _advise(kind: Kind, facts: _Facts) -> str:
     if facts.is_cut_off:
         limit = run.rloo.max_completion_length
         return f"raise rloo.max_completion_length (currently {limit}), and model.max_seq_length with it"
-    prompts = f"eval.num_prompts, {'rows of data.test_source' if run.data.separate_test else 'data.test_size'}"
-    thinking = facts.change_of(THINKING)
+    thinking, measured = facts.change_of(THINKING), facts.sides[1].num_prompts
     if thinking is not None and thinking.fell and facts.wants_shorter:
-        return f"evaluate on more prompts ({prompts}): if it is as right is still open"
+        return f"evaluate on more prompts ({_find_more(run, measured, None)}): if it is as right is still open"
     value, low, _ = change.difference.ends
     if value > 0 and value - low > CLOSE:
         count = change.difference.count * ((value - low) / max(value, CLOSE)) ** 2
         more = max(-(-int(1.2 * count) // 100) * 100, change.difference.count + 100)
-        return f"train longer ({longer}), or evaluate on about {more:,} prompts ({prompts}) to resolve such a change"
+        where = _find_more(run, measured, more)
+        return f"train longer ({longer}), or evaluate on about {more:,} prompts ({where}) to resolve such a change"
     return f"train longer ({longer})" + (f" or with a higher {result.method}.learning_rate" if value >= 0 else "")
+
+
+def _find_more(run: RunConfig, measured: int, wanted: int | None) -> str:
+    """The keys with which more prompts than the `measured` ones are held out and evaluated; `wanted`: so many."""
+    limit, data = run.eval.num_prompts, run.data
+    rows = "more rows in data.test_source or data.test_split" if data.separate_test else "data.test_size"
+    if limit is None or limit > measured:  # all that are held out were measured
+        return rows if limit is None or (wanted or measured) <= limit else f"{rows}, eval.num_prompts"
+    enough = isinstance(data.test_size, int) and wanted is not None and data.test_size >= wanted
+    return "eval.num_prompts" if enough else f"eval.num_prompts, {rows}"
 
 
 def _lower(text: str) -> str:

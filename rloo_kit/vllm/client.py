@@ -24,6 +24,7 @@ ANSWER_S = 3600.0  # of a completion, with its time in the server's queue
 MOST_SHOWN = 500  # characters of an answer in a message
 KEY_VARIABLE = "VLLM_API_KEY"
 PROBE_TOKENS = 5
+ROUNDING = 0.01  # how far above 0 a log-probability may be
 RESUME = "read the server's log, restart it, and continue the run with --resume"
 # vLLM takes missing parameters from the checkpoint's generation config, so these are sent along with the filters.
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -62,6 +63,7 @@ class _LogProbs(_Part):
 
 class _Choice(_Part):
     token_ids: list[_Id] | None = None
+    prompt_token_ids: list[_Id] | None = None
     finish_reason: str | None = None
     scores: _LogProbs | None = Field(None, alias="logprobs")
 
@@ -144,6 +146,8 @@ class VllmClient:
         logps = choice.scores.token_logprobs if choice.scores is not None else None
         if ids is None:
             raise RolloutServerError(f"{self.url} returns no token ids: it has to be vLLM 0.10.2 or newer")
+        if choice.prompt_token_ids not in (prompt_ids, None):
+            raise RolloutServerError(f"{self.url} continued a different prompt from the one sent: does it truncate it?")
         if logps is None or len(logps) != len(ids):
             raise RolloutServerError(f"{self.url} returns no log-probability for each of its {len(ids)} tokens")
         finite = [logp for logp in logps if logp is not None and math.isfinite(logp)]
@@ -152,6 +156,8 @@ class VllmClient:
                 f"{self.url} sampled from logits that contain a NaN: the weights are broken (a learning rate too "
                 "high?); resume from an earlier checkpoint with a lower rloo.learning_rate"
             )
+        if max(finite, default=0.0) > ROUNDING:
+            raise RolloutServerError(f"{self.url} returns a log-probability of {max(finite):g}, above 0: is it vLLM's?")
         end = next((place for place, token in enumerate(ids, 1) if token in stop_ids), limit)
         if not ids or len(ids) != min(end, limit) or reason not in ("stop", "length"):
             raise RolloutServerError(

@@ -7,6 +7,7 @@ requests run at once; the others wait.
 import json
 import math
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -34,7 +35,7 @@ class VllmEngine(Engine):
     """See `choice.build_engine` for the arguments. torch's random numbers seed the requests.
 
     Args:
-        vllm: started for `model`, see `models.vllm`; it queues what does not fit.
+        vllm: started for `model`, see `in_process`; it queues what does not fit.
     """
 
     name = "vllm"
@@ -170,8 +171,10 @@ class ServerEngine(Engine):
         self._adapter: str | None = None  # its name, on the server and as a folder
         self._made_folder = False  # by this process, for its adapters
         self._max_tokens: int | None = None
+        self._stop = threading.Event()  # no further requests
 
     def _finish(self, call: Call) -> None:
+        self._stop.clear()
         self._publish(call.states[0].prompt)
         longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length
         if self._max_tokens is not None and longest + room > self._max_tokens:
@@ -268,12 +271,13 @@ class ServerEngine(Engine):
                     task.result()
                     call.report(done)
             finally:
+                self._stop.set()
                 pool.shutdown(cancel_futures=True)
 
     def _sample_one(self, state: CompletionState, seed: int, call: Call) -> None:
         """Finish one completion; the answer after closed thinking is a second request, and each turn has its own."""
         vocabulary = self._settings.vocabulary
-        while not state.finished or call.ask_and_wait(state):
+        while not self._stop.is_set() and (not state.finished or call.ask_and_wait(state)):
             if state.next_forced is not None:
                 state.take(state.next_forced, math.nan)
                 continue
