@@ -159,8 +159,9 @@ def find_in_cache(name: str) -> Path | None:
     """`config.json` of a hub id in the cache: of the branch main, or else the newest."""
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
     main = folder / "refs" / "main"
-    commit = main.read_text(encoding="utf-8").strip() if main.is_file() else "*"
-    return max(folder.glob(f"snapshots/{commit}/config.json"), key=os.path.getmtime, default=None)
+    commit = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
+    files = filter(Path.is_file, folder.glob("snapshots/*/config.json"))  # of a dangling link there is none
+    return max(files, key=lambda path: (path.parent.name == commit, path.stat().st_mtime), default=None)
 
 
 def digest_weights(model: str) -> str:

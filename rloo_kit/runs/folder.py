@@ -169,6 +169,12 @@ class RunDir(RunReader):
         """The refusals of `create` that need no lock, before anything is touched."""
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite were both given: one keeps the run, the other deletes it")
+        for path in (self.folder / name for name in ("adapter", "best")):
+            if path.is_symlink():  # it is replaced as a whole
+                raise SetupError(
+                    f"{path} is a link: replace it with a folder. checkpoints/ may be a link to a larger disk, and "
+                    "run.output_dir moves everything"
+                )
         there = sorted(path.name for path in self.folder.glob("*") if not _OWN_TRACES.fullmatch(path.name))
         carriers = "neither config.yaml nor a checkpoint's manifest"
         if resume and not self.id:

@@ -147,6 +147,9 @@ class Worker:
         late = threading.Event()
         try:
             with _limit(process, connection, timeout_s, late):
+                if connection.poll():  # a reply to no call, or the process has closed its end
+                    connection.recv_bytes(MAX_REPLY_BYTES)
+                    raise ValueError
                 connection.send_bytes(request)
                 while not connection.poll(POLL_S):
                     if process.poll() is not None and not connection.poll():

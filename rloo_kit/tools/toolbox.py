@@ -204,8 +204,13 @@ def _read_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _as_reader(tool: Callable[..., Any]) -> Callable[..., Any]:
     """A function with the name, hints and docstring of a tool, which returns its arguments; raises TypeError for what
     is none with named arguments."""
-    if inspect.isclass(tool) or not hasattr(tool, "__name__"):
+    if inspect.isclass(tool) or isinstance(tool, functools.partial) or not hasattr(tool, "__name__"):
         raise TypeError("it is no function: write one (def) that calls it")
+    body = inspect.unwrap(tool) if hasattr(tool, "cache_parameters") else tool  # of functools
+    if inspect.iscoroutinefunction(body) and not inspect.iscoroutinefunction(tool):
+        raise TypeError("it is a cached async function, whose results can be read once: cache inside of the function")
+    if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        raise TypeError("it yields, and a tool returns its result: return a list")
     hints, taken = get_type_hints(tool, include_extras=True), inspect.signature(tool).parameters
     for number, (name, parameter) in enumerate(taken.items()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

@@ -130,10 +130,11 @@ def check_inputs(run: RunConfig, run_dir: RunDir, policy: Policy, data: Data, re
 
 def _compare_inputs(run_dir: RunDir, found: dict[str, str]) -> str:
     began = read_object(run_dir / INPUTS) if run_dir.resumed else {}
+    began = {name: text for name, text in began.items() if not name.startswith("version of")}  # no longer compared
     changed = [
-        f"{name} ({began.get(name)} then, {found.get(name)} now)" if name.startswith(("number ", "version ")) else name
+        f"{name} ({began.get(name)} then, {found.get(name)} now)" if name.startswith("number ") else name
         for name in (began | found if began else ())
-        if began.get(name) != found.get(name) and (name in began or not name.startswith(("weights of", "version of")))
+        if began.get(name) != found.get(name) and (name in began or not name.startswith("weights of"))
     ]
     if changed:
         text, trained = ", ".join(changed), run_dir.resumes_from

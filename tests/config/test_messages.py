@@ -58,6 +58,9 @@ WRONG = {
     # vLLM: what it cannot sample
     "rollout.engine=vllm|model.lora=null": "model.lora is null|rollout.engine=auto|set model.lora={r: 16}",
     "rollout.engine=vllm|model.lora.r=1024": "model.lora.r is 1024|rank 512|set model.lora.r=512",
+    "rollout.engine=vllm|rloo.temperature=2.5": "rloo.temperature is 2.5|0.01 to 2|set rloo.temperature=2 or lower, or "
+    "rollout.engine=auto",
+    "eval.thinking_budgets=[16,300]": "eval.thinking_budgets (300)|model.max_seq_length (256)|or a lower budget",
     "rollout.engine=vllm|rollout.server_url=http://h:1": "rollout.server_url is http://h:1|"
     "set rollout.engine=server or rollout.server_url=null",
     "rloo={max_steps: 1, kl_form: per_token, ratio_form: sum}": "rloo.ratio_form is sum|set rloo.ratio_form=per_token",

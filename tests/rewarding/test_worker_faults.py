@@ -107,6 +107,17 @@ def test_children_with_a_clean_environment_are_ended_while_their_parent_lives(tm
             assert process.cmdline()[:1] != [str(tmp_path)] or process.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_reply_to_no_call_is_never_taken_for_one() -> None:
+    """Each call would get the rewards of the one before."""
+    reward = make("extra_reply", timeout_s=60.0)
+    assert call(reward, "bad") == [1.0]
+    time.sleep(0.5)
+    with pytest.raises(WholeBatchError, match="sent a reply that cannot be read"):
+        call(reward, "good")
+    assert call(reward, "good") == [1.0]
+    reward.worker.close()
+
+
 @pytest.mark.slow
 def test_a_worker_that_never_reads_is_ended_after_the_limit() -> None:
     """The request was written without a limit: a stopped worker and a batch larger than the pipe hung the run."""

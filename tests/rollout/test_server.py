@@ -293,6 +293,22 @@ def test_an_error_waits_for_the_requests_in_flight(server, make_policy, make_eng
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout")]
 
 
+def test_after_an_error_no_request_is_sent(server, make_policy, make_engine):
+    """Completions in flight went on to their answers and to all further turns: minutes after a Ctrl-C."""
+    complete = server.complete
+
+    def fail_once(body: dict[str, Any]) -> dict[str, Any]:
+        if body["prompt"] == [1]:
+            raise Refusal(400, "no")
+        time.sleep(0.5)
+        return complete(body)
+
+    server.complete = fail_once
+    with pytest.raises(RolloutServerError, match="status 400"):
+        make_engine(make_policy(), rows=3).sample([[1], *PROMPTS[:2]], Limits(8, 2, 4, (1, 2), 2))
+    assert len(server.posted(COMPLETE)) == 3, "the answers after forced closing are requests of their own"
+
+
 @pytest.fixture
 def make_trainer(make_trainer: Any, make_base: Any, server: StandIn) -> Callable[..., Any]:
     """`make_trainer(**options)`: our trainer on the server, K 4, two groups a step, two steps."""

@@ -113,6 +113,8 @@ FAULTS = {  # what the message says, and answers that it is about
         with_logps("-0.5", -1.0),
     ],
     "vLLM 0.10.2 or newer": [changed(token_ids=None)],
+    "continued a different prompt": [changed(prompt_token_ids=[7])],
+    "0.5, above 0": [with_logps(0.5, -1.0)],
     "no log-probability for each of its 2 tokens": [changed(logprobs=None), with_logps(-1.0)],
     "the weights are broken": [with_logps(logp, -1.0) for logp in (None, float("nan"), float("-inf"))],
     r"tokens, which neither a stop id nor the limit .*--max-model-len": [

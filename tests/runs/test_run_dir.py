@@ -233,6 +233,14 @@ def test_checkpoints_that_are_gone_are_not_an_empty_start(run, tmp_path):
     assert contents(run.folder) == before
 
 
+def test_an_adapter_that_is_a_link_is_refused(run, tmp_path):
+    """A link at adapter/ was replaced by a folder, or ended the run when it saved its weights."""
+    run.folder.mkdir(parents=True)
+    (run.folder / "adapter").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(SetupError, match="adapter is a link.*run.output_dir"):
+        RunDir.create(run)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_does_not_hold_the_lock(run):
     """A data loader's worker outlived a killed run, and its folder was "being written by another process"."""

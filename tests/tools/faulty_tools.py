@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter as Counts
 from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -101,6 +102,25 @@ def keeps_number(x: int) -> Any:
     return {np.int64(x): [np.float32(0.5), np.arange(x)]}
 
 
+@functools.cache
+async def caches_async() -> str:
+    """Return a text."""
+    return "x"
+
+
+def yields() -> Iterator[str]:
+    """Yield a text."""
+    yield "x"
+
+
+async def yields_async() -> AsyncIterator[str]:
+    """Yield a text."""
+    yield "x"
+
+
+caches_yields = functools.cache(yields)
+
+
 def typed(
     text: str = "", texts: list[str] = [], by: dict[str, str] = {}, one: Literal["1", "2"] = "1",  # noqa: B006
     either: int | str = 0, yes: bool = False, number: float = 0.0, maybe: "int | None" = None,
@@ -160,6 +180,7 @@ class Client:
 
 
 client = Client()
+partly = functools.partial(good, b=3)
 
 
 def takes_any(*texts: str) -> str:
