@@ -314,6 +314,8 @@ def translate_file(values: dict[str, Any]) -> list[str]:
     """Translate the old names in a run's file, in place; a message for each; null counts as not given. Raises
     ConfigError as `translate_config`, and for a key that is gone."""
     messages = _drop_gone(values)
+    if isinstance(health := values.get("health"), dict) and "all_none" in _listed(health.get("stop")):
+        raise ConfigError("health.stop=[all_none] is gone: set health.stop=[reward_failures], which finds it")
     for old, entry in _FILE_NAMES.items():
         above, _, key = old.rpartition(".")
         place = values.get(above) if above else values
@@ -337,6 +339,8 @@ def translate_file(values: dict[str, Any]) -> list[str]:
     if not isinstance(rloo, dict):
         return messages
     given = {str(key): value for key, value in rloo.items()}
+    if given.get("normalize_rewards") == "running":
+        raise ConfigError("rloo.normalize_rewards=running is gone: set true, or bound it by rloo.reward_clip_range")
     usual = {}
     if "total_episodes" in given:
         name = "num_generations" if given.get("num_generations") else "rloo_k"

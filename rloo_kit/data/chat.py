@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import unicodedata
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,12 @@ ROLES = ("system", "user", "assistant", "tool")
 THINK_TAGS = (THINK_START, THINK_END)
 # An assistant turn with thinking: at the start, closed once, opened there or by the template.
 _THOUGHT = re.compile(rf"\A\s*(?:{THINK_START})?((?!</?think>).)*{THINK_END}", re.DOTALL)
+# What Unicode displays as nothing (default ignorable), and control characters other than white space.
+_INVISIBLE = re.compile(
+    "[\0-\b\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
+)
 _PUNCTUATION = re.compile(r"(?<![?!.。؟])((?<=[\d)]|\b[a-z])!+(?!!))?[?!.。؟]*(?=[\s<\[]|$)")  # at an end; 5! stays
 # A text that is a whole conversation, as JSON or as Python prints it.
 _TALK = re.compile(
@@ -147,7 +154,7 @@ def render_prompt(
                 f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat "
                 "template: give the prompt as text, or use a model with a chat template"
             )
-        return _without_bos(tokenizer, prompt)
+        return _without_bos(tokenizer, refuse_surrogates(prompt, "the prompt"))
     messages = as_messages(prompt, system_prompt)
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -169,14 +176,16 @@ def render_prompt(
             f"(family {family}, model.enable_thinking {enable_thinking}). A system prompt with /think or /no_think "
             f"does that: remove it{whole if family == 'hybrid' else ''}"
         )
-    return _without_bos(tokenizer, text)
+    return _without_bos(tokenizer, refuse_surrogates(text, "the rendered prompt"))
 
 
 def prompt_identity(text: str) -> str:
-    """What distinguishes rendered prompts for a split: the words, without case, Unicode form, white space and the
-    punctuation that ends a sentence."""
-    text = unicodedata.normalize("NFC", text).casefold()
-    text = " ".join(_PUNCTUATION.sub(r"\1", text).split())
+    """What distinguishes rendered prompts for a split: the words, without case, Unicode form, invisible characters,
+    white space and the punctuation that ends a sentence."""
+    text = re.sub("[²³¹\u2070-\u207f]+", r"^\g<0>", _INVISIBLE.sub("", text))  # 2³ is 2^3, not 23
+    if not text.isascii():  # as Unicode's caseless matching does
+        text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    text = " ".join(_PUNCTUATION.sub(r"\1", text.casefold()).split())
     return re.sub(r" (?=[<\[])|(?<=[>\]]) ", "", text)  # next to a template's tokens
 
 
@@ -229,6 +238,16 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
     return messages
 
 
+def refuse_surrogates(text: str, what: str) -> str:
+    """The text; refuses half of a UTF-16 pair, which JSON can contain (`"\\ud83d"`) and no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        raise DataError(f"{what} contains {half} at character {error.start}, half of a surrogate pair") from error
+    return text
+
+
 def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
     """A control token in a message means a template applied twice, or a text that ends its own turn. A thinking tag
     becomes the token that rewards and budgets go by, so a user's text could close a thought that was never opened."""
@@ -237,9 +256,7 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
     tags = [text for text, _ in added if text in THINK_TAGS]
     for message in messages:
         role = message["role"]
-        for key, text in message.items():
-            if not isinstance(text, str):
-                continue
+        for key, text in _texts_of(message):
             where = f"the {role} message" + ("" if key == "content" else f"'s {key}")
             for token in special:
                 if token in text:
@@ -254,6 +271,19 @@ def _refuse_control_tokens(tokenizer: Any, messages: list[Message]) -> None:
                         "model's own thinking. Remove it, or rewrite it (think tag); only an assistant's turn "
                         f"may contain thinking, before its answer: {THINK_START}...{THINK_END}answer"
                     )
+
+
+def _texts_of(message: Message) -> Iterator[tuple[str, str]]:
+    """Every text of a message that a template may render, with the key of the message that it is in."""
+    for key, value in message.items():
+        left, seen = [value], set()
+        while left:
+            item = left.pop()
+            if isinstance(item, str):
+                yield str(key), item
+            elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+                seen.add(id(item))
+                left.extend([*item.keys(), *item.values()] if isinstance(item, dict) else item)
 
 
 def _without_bos(tokenizer: Any, text: str) -> str:

@@ -412,10 +412,8 @@ def render_row(
     the `key` of the prompt column if it cannot be rendered."""
     try:
         options = run.model.enable_thinking, run.data.system_prompt, tools
-        text = render_prompt(tokenizer, source.prompts[row], family, *options)
-        text.encode()  # no tokenizer accepts half of a UTF-16 pair, which JSON can contain ("\\ud83d")
-        return text
-    except (DataError, UnicodeEncodeError) as error:
+        return render_prompt(tokenizer, source.prompts[row], family, *options)
+    except DataError as error:
         default = "prompt_column of data.sources" if source.is_mix else f"data.prompt_column: {run.data.prompt_column}"
         raise DataError(f"{source.where(row)}: {error} ({key or default})") from error
 

@@ -109,7 +109,7 @@ def _from_name(name: str, adapter: str | None) -> ModelSource:
 def _recorded_base(adapter: Path) -> str:
     """The base model that PEFT recorded for an adapter; "" if it recorded none."""
     if not (config := read_object(adapter / ADAPTER_CONFIG)):
-        raise BackendError(f"{adapter} is not an adapter folder (no {ADAPTER_CONFIG}); check model.adapter")
+        raise BackendError(f"{adapter} is not an adapter folder (no readable {ADAPTER_CONFIG}); check model.adapter")
     return config.get("base_model_name_or_path") or ""
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ def make_dataset(task: str, options: dict[str, Any], options_key: str = "data.op
 
     source, (make, config) = f"{GYM_PREFIX}{task}", DATASETS[task]
     defaults = {name: value for name, value in vars(config()).items() if name not in NOT_SET}
+    types = {field.name: str(field.type) for field in fields(config)}
     has = f"it has {', '.join(f'{name} ({excerpt(value, 60)})' for name, value in defaults.items())}"
     chosen = {}
     for name, value in options.items():
@@ -173,12 +175,33 @@ def make_dataset(task: str, options: dict[str, Any], options_key: str = "data.op
             raise DataError(f"{options_key}.{name}: {NOT_SET[name]}")
         if name not in defaults:
             raise DataError(f"{options_key}.{name}: {source} has no such option; {has}")
+        _check_type(f"{options_key}.{name}", types[name], defaults[name], value)
         chosen[name] = tuple(value) if isinstance(defaults[name], tuple) else value
     try:
         return make(config=config(**chosen | where))
     except Exception as error:  # a task's own checks may raise anything
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
         raise DataError(f"{options_key}: {source} refuses {excerpt(options)} ({reason}); {has}") from None
+
+
+def _check_type(key: str, declared: str, default: Any, value: Any) -> None:
+    """Refuse a value of another type than the option's default: a text or a list passes many of the library's checks,
+    and fails, or hangs, in the middle of the rows."""
+    if default is None or (value is None and ("None" in declared or "Optional" in declared)):
+        return
+    kind = list if isinstance(default, (list, tuple)) else type(default)
+    kind = float if kind is int and "float" in declared else kind
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
+    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+    if not fits and kind in words:
+        raise DataError(f"{key} is {excerpt(value)}; it takes {words[kind]}, and its default is {excerpt(default)}")
+
+
+@functools.lru_cache(maxsize=1)
+def _open(task: str, options: str, options_key: str, seed: int, size: int) -> Any:
+    """The dataset of several calls, which may take seconds to make."""
+    _seed(seed)
+    return make_dataset(task, json.loads(options), options_key, seed=seed, size=size)
 
 
 def draw_rows(
@@ -199,8 +222,7 @@ def draw_rows(
     rows: list[tuple[dict[str, Any] | None, bool, bool]] = []
     try:
         with _time_limit(build_limit_s):
-            _seed(seed)
-            dataset = make_dataset(task, json.loads(options), options_key, seed=seed, size=size)
+            dataset = _open(task, options, options_key, seed, size)
             verifier = _make_verifier(task, options)
         for index in range(first, min(first + PER_CALL, size)):
             _seed(seed + index)

@@ -12,7 +12,7 @@ from typing import Any
 from rloo_kit.config.checks import GYM_PREFIX
 from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
-from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, template_options
+from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.load import read_part, render_row
 from rloo_kit.data.sources import SEED, Columns, DataSource, Part, read_given_rows
 from rloo_kit.errors import ConfigError, DataError, excerpt
@@ -175,7 +175,7 @@ class _Writer:
                 if (name := message.get("name")) not in (None, turn["name"]):
                     raise DataError(f"{place} is a result of {excerpt(name)}, and the call is {turn['name']}")
             if isinstance(message.get("reasoning_content"), str):
-                turn["reasoning_content"] = message["reasoning_content"]
+                turn["reasoning_content"] = refuse_surrogates(message["reasoning_content"], place)
             if message.get("tool_calls"):
                 turn["tool_calls"] = [self._read_call(call, place) for call in message["tool_calls"]]
                 open_calls = [call["function"]["name"] for call in turn["tool_calls"]]
@@ -266,4 +266,4 @@ def _text(value: Any, where: str) -> str:
         return ""
     if not isinstance(value, str):
         raise DataError(f"{where} is {excerpt(value)}; a demonstration is text, or a list of one assistant message")
-    return value
+    return refuse_surrogates(value, where)

@@ -105,6 +105,9 @@ WRONG = {
     "sft.source=embeded/subtraction": "sft.source: is embeded/subtraction|did you mean embedded/subtraction?",
     "reward_model={source: a.csv, model: smolm2/tools}": "reward_model.model: is|did you mean smollm2/tools?",
     "rloo.environment=verifers/gsm8k": "rloo.environment: is verifers/gsm8k|did you mean verifiers/gsm8k?",
+    # values of the first drafts
+    "health.stop=[all_none]": "is gone|health.stop=[reward_failures]",
+    "rloo.normalize_rewards=running": "is gone: set true",
     # trackers
     "rloo.report_to=wandbb": "rloo.report_to.0: is 'wandbb'|'wandb'",
     "run.name=a/b": "name is 'a/b'|no slash",

@@ -138,6 +138,9 @@ BAD = [
     (user("</think>"), "the user message contains </think>"),
     (user("hi", name="a</think>"), "the user message's name contains </think>"),
     ([{"role": "assistant", "content": "2", "reasoning_content": "</think>"}, *user("hi")], "_content contains"),
+    (user("hi", tool_calls=[{"arguments": {"a": ["</think>"]}}]), "the user message's tool_calls contains </think>"),
+    (user("hi", parts={"<|im_end|>": 1}), "message's parts contains the tokenizer's control token <|im_end|>"),
+    ("half \ud83d", "contains \\ud83d at character 22, half of a surrogate pair"),
 ]
 
 

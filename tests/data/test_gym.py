@@ -112,6 +112,8 @@ def test_a_mix_with_the_embedded_task_and_a_file(prepare, make_run, write, tiny_
         ({"source": "reasoning_gym/chain_sun"}, r"^data\.source: .*no task 'chain_sun'; the nearest: chain_sum"),
         ({"source": "reasoning_gym/gsm_symbolic"}, r"^data\.source: .*gsm_symbolic is refused: .*docs/data\.md"),
         ({"options": {"min_trms": 2}}, r"^data\.options\.min_trms: .*no such option; it has min_terms \(2\)"),
+        ({"options": {"min_terms": "2"}}, r"^data\.options\.min_terms is '2'; it takes a whole number, .* is 2$"),
+        ({"options": {"allow_negation": "no"}}, r"^data\.options\.allow_negation is 'no'; it takes true or false"),
         ({"options": {"min_terms": 9}}, r"^data\.options: .*refuses .*max_terms must be >= min_terms"),
         ({"options": {"seed": 3}}, r"^data\.options\.seed: remove it"),
         ({"num_prompts": 10**9}, r"^data\.num_prompts asks for 1000000000 .*at most 100000"),
@@ -146,6 +148,15 @@ def test_keys_that_make_no_sense(tmp_path, data, words):
     source = {} if "sources" in data else {"source": SUMS}
     with pytest.raises(ConfigError, match=words):
         load_config(file, data=source | data)
+
+
+def test_a_dataset_is_made_once(prepare, monkeypatch):
+    """Made again for every 500 rows, 10,000 rows of acre took 103 s in place of 16 s."""
+    make, made = gym.make_dataset, []
+    monkeypatch.setattr(gym, "make_dataset", lambda *args, **where: made.append(where["size"]) or make(*args, **where))
+    monkeypatch.setattr(gym, "PER_CALL", 10)
+    assert len(prepare(num_prompts=40, options={"max_digits": 7}, test_size=5).train.rows) == 35
+    assert [size for size in made if size > 1] == [64]
 
 
 @pytest.mark.slow

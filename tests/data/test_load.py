@@ -78,7 +78,7 @@ BAD_JSONL = [
     (jsonl({"prompt": "a"}, {"text": "b"}), "line 2: no column 'prompt'; columns found: text. Name the right one in"),
     (jsonl({"prompt": "a"}) + "\n" + jsonl({"prompt": " "}), "line 3: the prompt is empty"),
     (jsonl({"prompt": "a"}, {"prompt": [{"role": "x", "content": "b"}]}), "line 2: message 1 has the role 'x'"),
-    (jsonl({"prompt": "a\ud800"}), "surrogates not allowed (data.prompt_column"),
+    (jsonl({"prompt": "a\ud800"}), "half of a surrogate pair (data.prompt_column"),
     (jsonl({"prompt": "a", "n": "b"}, {"prompt": "b", "n": "\ud800"}), "column 'n' has values that Arrow"),
     (jsonl({"prompt": "a", "n": {"b": 1}}, {"prompt": "b", "n": 1}), "column 'n' has values that"),
     (jsonl({"prompt": "a"}) + '{"n": ' + "[" * 99_999 + "\n", "line 2: JSON that cannot be read: maximum recursion"),
@@ -273,12 +273,13 @@ def test_twins_of_a_prompt():
     """A scraped data set has each question several times over, typed differently; 2³ is not 23, nor 5! the number 5."""
     text = "<|im_start|>user\nWie groß ist José's Café in m²?<|im_end|>\n<|im_start|>assistant\n"
     changes = [
-        ("groß", "GROSS"), ("é", "e\u0301"), ("m²?", "m²"), ("m²?", "m² ?!"), ("m²?", "m²? \n"),
-        (" ist ", "\u00a0 ist\t"),
+        ("groß", "GROSS"), ("é", "e\u0301"), ("²", "^2"), ("Café", "Ca\u200bfé\ufeff"), ("groß", "gr\u00adoß\ufe0f"),
+        ("m²?", "m²"), ("m²?", "m² ?!"), ("m²?", "m²？"), ("m²?", "m²? \n"), (" ist ", "\u00a0 ist\t"), ("C", "Ｃ"),
     ]  # fmt: skip
     assert {prompt_identity(text.replace(*change)) for change in changes} == {prompt_identity(text)}
+    assert prompt_identity("ﾊﾟﾝ！") == prompt_identity("パン") and prompt_identity("Ｘ＋1？") == prompt_identity("x+1?")
     others = ["1 1+2=", "11+2=", "1.1+2=", "-11+2=", "1+12=", "11+2=-", "e", "é", "e'", "x^2", "x2", "?x", "1?2", "1.2"]
-    others += ["5", "5!", "5!!", "n!", "n", "(n)!", "(n)", "2³", "23"]
+    others += ["5", "5!", "5!!", "n!", "n", "(n)!", "(n)", "2³", "23", "2³!"]
     assert prompt_identity("Is 5!?") == prompt_identity("is 5! ") and prompt_identity("?" * 60_000 + "x").endswith("x")
     assert len({prompt_identity(other) for other in others}) == len(others)
 

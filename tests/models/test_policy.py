@@ -211,7 +211,7 @@ def adapter(make_run: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tmp_path: Path) -> None:
-    """Two adapters for one model; an adapter where every parameter is trained; one whose base has moved."""
+    """Two adapters for one model; one where every parameter is trained; one whose base has moved; a damaged one."""
     other = shutil.copytree(adapter, tmp_path / "other")
     text = refused(make_run(f"model.adapter={other}", name=adapter))
     assert str(adapter) in text and "names another" in text
@@ -222,6 +222,8 @@ def test_what_contradicts_an_adapter_is_refused(make_run: Any, adapter: Path, tm
     assert "/gone/model" in text and "model.name" in text and f"model.adapter={adapter}" in text
     change(adapter / "adapter_config.json", base_model_name_or_path=None)
     assert "names no base model" in refused(make_run(name=adapter))
+    (adapter / "adapter_config.json").write_text('{"r": ')
+    assert "no readable adapter_config.json" in refused(make_run(name=adapter))
 
 
 @pytest.mark.slow
