@@ -25,7 +25,7 @@ from rloo_kit.seams import part
 from rloo_kit.system import environment
 from rloo_kit.system.input_files import from_here
 from rloo_kit.system.memory import return_large_blocks
-from rloo_kit.system.processes import is_distributed, is_main_process
+from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.think_tags import ThinkTags, bind_think_tags
 
 # Parameters up to which a CPU uses one thread: a second mostly waits for matrices as small as the embedded model's
@@ -235,7 +235,10 @@ def _plan_vllm(run: RunConfig, backend: str) -> Any:
     obstacle = plan.obstacle or (load_backend("unsloth").find_sleep_problem() if backend == "unsloth" else None)
     if obstacle and asked:
         raise BackendError(f"rollout.engine is vllm, but {obstacle}; or set rollout.engine=auto")
-    return plan if obstacle is None else None
+    if obstacle:
+        say(f"rollout: not vLLM: {obstacle}")
+        return None
+    return plan
 
 
 def _announce(plan: Any, model: Any) -> None:
