@@ -145,16 +145,16 @@ def test_overrides_and_another_kind_of_file(folder: Path) -> None:
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
 
 
+@pytest.mark.slow
 def test_a_config_next_to_the_file_is_found(folder: Path) -> None:
     """It is where its batch file is, as in the shipped configs/; a notebook looks only in the working folder."""
     text = (ROOT / "configs" / "arithmetic_thinking.yaml").read_text(encoding="utf-8")
     (folder / "configs" / "mine.yaml").write_text(text)
     runs = load(folder, notebook="kit.ipynb", runs=[{"config": "mine.yaml"}]).runs
     assert runs == {"kit-config=mine.yaml": {"config": str(folder / "configs" / "mine.yaml")}}
-    (folder / "mine.yaml").write_text(text)
-    assert load(folder, notebook="kit.ipynb", runs=[{"config": "mine.yaml"}]).runs == {
-        "kit-config=mine.yaml": {"config": "mine.yaml"}
-    }
+    (folder / "plain.yaml").write_text(text)
+    write_notebook(folder / "plain.ipynb", "print(config)", parameters="# Parameters\nconfig = ''\n")
+    assert list(load(folder, runs=[{"config": "plain.yaml"}]).runs.values()) == [{"config": "plain.yaml"}]
 
 
 def test_resume_does_what_is_not_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
