@@ -25,7 +25,7 @@ from rloo_kit.config.section import Section, apply_override, explain_errors, sug
 from rloo_kit.config.yaml_files import read_file
 from rloo_kit.errors import ConfigError, excerpt
 from rloo_kit.notebook.parameters import KIT_ROOT, read_parameters
-from rloo_kit.system.input_files import find_input, from_here, places_of, read_text
+from rloo_kit.system.input_files import find_input, from_here, is_file, places_of, read_text
 from rloo_kit.system.problems import errors_of
 
 TAG = "parameters"  # papermill inserts its values after the first cell with this tag
@@ -116,9 +116,9 @@ class Batch:
 def load_batch(path: str | Path, *overrides: str) -> Batch:
     """The batch that a YAML file describes, with `overrides` such as "name=short" or "grid.seed=[0, 1]".
 
-    A relative notebook is looked up in the working folder, then next to the file, then in the kit's own folder. Raises
-    ConfigError with what is wrong: keys, a missing notebook, equal runs, parameters that the notebook does not know or
-    whose values its configuration refuses.
+    A relative notebook, and the parameter `config`, are looked up in the working folder, then next to the file, then in
+    the kit's own folder. Raises ConfigError with what is wrong: keys, a missing notebook, equal runs, parameters that
+    the notebook does not know or whose values its configuration refuses.
     """
     path = from_here(path)
     values, lines = read_file(path)
@@ -136,14 +136,26 @@ def load_batch(path: str | Path, *overrides: str) -> Batch:
         raise ConfigError(f"{path}: there is nothing to run; give a grid or runs")
     name = file.name or path.stem
     folder = places_of(file.output_dir, f"{path}: output_dir")[0] / name
-    notebook = read_notebook(find_input(file.notebook, f"{path}: notebook", path.parent, KIT_ROOT).resolve())
+    try:
+        found = find_input(file.notebook, "notebook", path.parent, KIT_ROOT)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    notebook = read_notebook(found.resolve())
     combinations = itertools.product(*file.grid.values()) if file.grid else ()
     runs: dict[str, dict[str, Any]] = {}
+    equal: dict[str, str] = {}  # the run with these values of all of the notebook's parameters
     for own in [*(dict(zip(file.grid, values, strict=True)) for values in combinations), *file.runs]:
         run_name = make_name(notebook.path.stem, own)
         if run_name in runs:
             raise ConfigError(f"{path}: two runs are {run_name}; remove one")
-        runs[run_name] = {**file.parameters, **own}
+        parameters = runs[run_name] = {**file.parameters, **own}
+        if isinstance(config := parameters.get("config"), str):
+            places = places_of(config, f"{path}: config")
+            if not any(map(is_file, places)) and is_file(path.parent / config):
+                parameters["config"] = str((path.parent / config).absolute())
+        other = equal.setdefault(repr(sorted({**notebook.declared, **parameters}.items())), run_name)
+        if other != run_name:
+            raise ConfigError(f"{path}: {other} and {run_name} are the same run; remove one")
     # The checks load torch, which the batch itself must not hold for hours.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as checker:
         faults = checker.submit(_find_faults, notebook, runs).result()

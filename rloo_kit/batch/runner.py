@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -29,10 +31,12 @@ from rloo_kit.system.isolation import end_marked
 from rloo_kit.system.processes import ENDING, handle_signals
 
 State = Literal["waiting", "running", "done", "failed", "killed", "interrupted"]
-NOTEBOOK, LOG, STATUS = ("notebook.ipynb", "log.txt", "status.json")
+NOTEBOOK, LOG, STATUS = RUN_FILES = ("notebook.ipynb", "log.txt", "status.json")
 PAGE = "comparison.html"
 TRAINING = "run"  # subfolder of a run with its training run
 RUN_MARK = "RLOO_KIT_BATCH_RUN"  # in the environment of a kernel and of all that it starts: the run's folder
+POLL_S = 0.5
+SAVE_TIMEOUT_S = 120.0  # time for an interrupted training run to finish its step and save a checkpoint
 
 
 @dataclass
@@ -54,7 +58,8 @@ def run_batch(batch: Batch, *, resume: bool, overwrite: bool, command: str) -> t
     """Run every run of `batch` that is not done, one after the other; a failing run does not stop the others.
 
     Args:
-        resume: keep what is done. overwrite: delete the batch's runs and start over. command: resumes the batch.
+        resume: keep what is done. overwrite: delete the files of the batch's runs (nothing else in its folder) and
+            start over. command: resumes the batch.
 
     Returns:
         the number of runs that are not done, and whether a signal ended the batch.
@@ -63,7 +68,7 @@ def run_batch(batch: Batch, *, resume: bool, overwrite: bool, command: str) -> t
         RunExistsError: the folder contains a batch and neither flag is given, or something other than a batch.
         RunNotFoundError: `resume`, and the folder has no batch.
         ConfigError: both flags; or `resume`, and a run's parameters have changed since it started.
-        SetupError: papermill is missing.
+        SetupError: papermill is missing, or the folder cannot be written.
     """
     if missing := [name for name in ("papermill", "ipykernel") if importlib.util.find_spec(name) is None]:
         raise SetupError(f"a batch needs {', '.join(missing)}; install with: pip install 'rloo-kit[notebook]'")
@@ -92,12 +97,22 @@ def open_batch(batch: Batch, resume: bool = False, overwrite: bool = False) -> d
             f"{batch.folder} already contains a batch ({count_states(statuses)}): run what is missing or "
             "failed with --resume, delete it and start over with --overwrite, or choose another name with name=..."
         )
-    batch.folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        for name in statuses:
-            shutil.rmtree(batch.folder / name)
-        (batch.folder / PAGE).unlink(missing_ok=True)
-        statuses = {}
+    try:
+        batch.folder.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            for folder in map(batch.folder.joinpath, statuses):
+                for name in RUN_FILES:
+                    (folder / name).unlink(missing_ok=True)
+                shutil.rmtree(folder / TRAINING, ignore_errors=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            (batch.folder / PAGE).unlink(missing_ok=True)
+            statuses = {}
+    except OSError as error:
+        raise SetupError(
+            f"the batch's folder {batch.folder} cannot be written: {error.strerror or error}; choose another place "
+            "with output_dir=... or another name with name=..."
+        ) from error
     opened, changed = {}, []
     for name, parameters in batch.runs.items():
         fresh = RunStatus(name, str(batch.notebook.path), parameters)
@@ -125,20 +140,22 @@ class BatchRunner:
     def __init__(self, batch: Batch, statuses: dict[str, RunStatus], command: str):
         self.batch, self.statuses, self.command = batch, statuses, command
         self.signals: list[str] = []
+        self.trains = {"run_name", "output_dir"} <= batch.notebook.declared.keys()  # in the folder of its run
+        self.folder = batch.folder  # the current run's
         self.kernel: int | None = None  # id of the running kernel's process
 
     def run(self) -> tuple[int, bool]:
         waiting = [status for status in self.statuses.values() if status.state != "done"]
         done = len(self.statuses) - len(waiting)
         kept = f", {done} done already" if done else ""
-        print(f"batch {self.batch.name}: {len(waiting)} runs to do{kept}; all in {self.batch.folder}", flush=True)
+        self.print(f"batch {self.batch.name}: {len(waiting)} runs to do{kept}; all in {self.batch.folder}")
         for status in waiting:
             if not self.signals:
                 self._run(status)
         self._compare()
         not_done = sum(status.state != "done" for status in self.statuses.values())
         go_on = f"; to go on: {self.command}" if not_done else ""
-        print(f"batch {self.batch.name}: {count_states(self.statuses)}{go_on}", flush=True)
+        self.print(f"batch {self.batch.name}: {count_states(self.statuses)}{go_on}")
         return not_done, bool(self.signals and not_done)
 
     def handle(self, number: signal.Signals) -> None:
@@ -149,9 +166,25 @@ class BatchRunner:
             raise KeyboardInterrupt
         if self.kernel is None:
             return
-        print(f"{self.signals[-1]}: ending the run; a training run saves a checkpoint first, a second signal ends it")
         with suppress(ProcessLookupError):
             os.kill(self.kernel, signal.SIGINT if len(self.signals) == 1 else signal.SIGKILL)
+        if len(self.signals) == 1:
+            threading.Thread(target=self._end_run, daemon=True).start()
+
+    def _end_run(self) -> None:
+        """After a signal: end the run once it has saved, or `SAVE_TIMEOUT_S` later, as its cell may go on."""
+        saving = "ending the run; a training run saves a checkpoint first, a second signal ends it"
+        self.print(f"{self.signals[0]}: {saving}")
+        until = time.monotonic() + SAVE_TIMEOUT_S
+        while self.kernel is not None:
+            time.sleep(POLL_S)
+            if time.monotonic() > until or not self._may_save():
+                end_marked(RUN_MARK, str(self.folder))
+
+    def _may_save(self) -> bool:
+        """Whether a training in the current run's folder, supervised ones too, is running, or one may be elsewhere."""
+        states = [read_object(path).get("state") for path in self.folder.glob(f"*/{STATUS}")]
+        return "running" in states or not (states or self.trains)
 
     def check_signals(self, **_: Any) -> None:
         """Before each cell: end the notebook after a signal."""
@@ -164,6 +197,7 @@ class BatchRunner:
 
     def _run(self, status: RunStatus) -> None:
         folder, training = self.batch.folder / status.name, self.training(status.name)
+        self.folder = folder
         declared = self.batch.notebook.declared
         resumes = "resume" in declared and any((training / "checkpoints").glob(f"{STEM}*"))
         if not resumes:
@@ -178,7 +212,7 @@ class BatchRunner:
         write_json(folder / STATUS, asdict(status))
         where = f"[{list(self.statuses).index(status.name) + 1}/{len(self.statuses)}] {status.name}"
         again = " again" if status.attempts > 1 else ""
-        print(f"{where}: started{again}; log: {folder / LOG}", flush=True)
+        self.print(f"{where}: started{again}; log: {folder / LOG}")
         begun = time.monotonic()
         status.state, error = self._execute(status.name, status.parameters | own)
         status.error = shorten(error) if error else None
@@ -188,7 +222,7 @@ class BatchRunner:
         why = f"; {verdict.get('kind')}: {verdict.get('sentence')}" if isinstance(verdict, dict) else ""
         if error:
             why = f"; {shorten(error.strip().splitlines()[0], 200)}"
-        print(f"{where}: {status.state} after {format_seconds(status.seconds)}{why}", flush=True)
+        self.print(f"{where}: {status.state} after {format_seconds(status.seconds)}{why}")
 
     def _execute(self, name: str, parameters: dict[str, Any]) -> tuple[State, str | None]:
         """Run the notebook; state and error. All that it has started is ended with it."""
@@ -221,8 +255,7 @@ class BatchRunner:
                 cwd=working_folder().absolute(), kernel_manager_class=Kernel, on_cell_start=self.check_signals,
             )  # fmt: skip
             training = self.training(name).status().get("state")
-            trains = {"run_name", "output_dir"} <= self.batch.notebook.declared.keys()
-            if training == "finished" or (training is None and not trains):
+            if training == "finished" or (training is None and not self.trains):
                 return "done", None
             left = f"its training run is '{training}'" if training else "it left no training run"
             why = f"the notebook ended cleanly, but {left} ({TRAINING}/status.json)"
@@ -250,6 +283,14 @@ class BatchRunner:
             return
         try:
             comparison = compare_runs([self.training(name).folder for name in trained], names)
-            print(f"{comparison}\ncomparison: {write_comparison_page(comparison, self.batch.folder / PAGE)}")
+            self.print(f"{comparison}\ncomparison: {write_comparison_page(comparison, self.batch.folder / PAGE)}")
         except Exception as error:  # the files may come from any notebook; a figure must not end a batch
-            print(f"the comparison could not be written: {type(error).__name__}: {error}")
+            self.print(f"the comparison could not be written: {type(error).__name__}: {error}")
+
+    def print(self, text: str) -> None:
+        """Print lines of text. A closed terminal or pipe ends the output, not the batch."""
+        try:
+            print(text, flush=True)
+        except OSError:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
 """Batches without a kernel: the file, its names, what is refused, what resuming keeps, the comparison, exit codes.
 
-Real papermill and kernels, and killing them, are in tests/notebooks/test_batch_runs.py.
+Real papermill and kernels, and killing them, are in test_batch_ends.py and tests/notebooks/test_batch_runs.py.
 """
 
 import json
@@ -14,7 +14,7 @@ import yaml
 from rloo_kit.batch.batch_file import Batch, load_batch
 from rloo_kit.batch.runner import BatchRunner, open_batch
 from rloo_kit.config.run import load_config
-from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError
+from rloo_kit.errors import ConfigError, RunExistsError, RunNotFoundError, SetupError
 from rloo_kit.results.evaluation import Evaluation
 from rloo_kit.runs.files import write_json
 from tests.evaluations import around
@@ -105,12 +105,15 @@ def one(notebook: str = "plain.ipynb", **parameters: object) -> dict[str, object
         ({"grid": {"seed": [1, math.inf]}}, "grid.seed.1: is inf; it takes text, finite numbers"),
         (one(seed={1: 2}), "runs.0.seed: is {1: 2}; it takes text"),
         ({}, "give a grid or runs"),
-        ({"notebook": "nowhere.ipynb", "runs": [{}]}, "there is no file nowhere.ipynb; looked for"),
+        ({"notebook": "nowhere.ipynb", "runs": [{}]}, "b.yaml: there is no file nowhere.ipynb; looked for"),
+        ({"notebook": "nowhere.ipynb", "runs": [{}]}, "nowhere.ipynb; set notebook to its path"),
         ({"notebook": "configs/b.yaml", "runs": [{}]}, "b.yaml is not a notebook of format 4 (.ipynb)"),
         (one("tags.ipynb", seed=1), "tags.ipynb has no cell tagged parameters"),
         (one("python.ipynb"), "python.ipynb: the cell tagged parameters is not plain Python"),
         ({"name": "a/b", "runs": [{}]}, "name: is 'a/b'; string should match pattern"),
         ({"grid": {"seed": [0, 1]}, "runs": [{"seed": 0}]}, "two runs are plain-seed=0; remove one"),
+        ({"runs": [{"seed": 0}, {}]}, "plain-seed=0 and plain are the same run; remove one"),
+        ({"parameters": {"size": 1}, "grid": {"size": [3]}, "runs": [{"size": 3, "seed": 0}]}, "are the same run"),
         ({"grid": {"size": [1, 2, 3]}, "parameters": {"sied": 1}}, "plain-size=1: sied: plain.ipynb has"),
         (one(seeed=1), "plain-seeed=1: seeed: plain.ipynb has no such parameter; did you mean seed?"),
         (one("bare.ipynb", seed=1), "bare.ipynb has no cell tagged parameters, so it takes no parameters"),
@@ -140,6 +143,18 @@ def test_overrides_and_another_kind_of_file(folder: Path) -> None:
         load_config(SHIPPED)
     with pytest.raises(ConfigError, match=r"use rloo-kit train"):
         load_batch(SHIPPED.with_name("arithmetic_thinking.yaml"))
+
+
+@pytest.mark.slow
+def test_a_config_next_to_the_file_is_found(folder: Path) -> None:
+    """It is where its batch file is, as in the shipped configs/; a notebook looks only in the working folder."""
+    text = (ROOT / "configs" / "arithmetic_thinking.yaml").read_text(encoding="utf-8")
+    (folder / "configs" / "mine.yaml").write_text(text)
+    runs = load(folder, notebook="kit.ipynb", runs=[{"config": "mine.yaml"}]).runs
+    assert runs == {"kit-config=mine.yaml": {"config": str(folder / "configs" / "mine.yaml")}}
+    (folder / "plain.yaml").write_text(text)
+    write_notebook(folder / "plain.ipynb", "print(config)", parameters="# Parameters\nconfig = ''\n")
+    assert list(load(folder, runs=[{"config": "plain.yaml"}]).runs.values()) == [{"config": "plain.yaml"}]
 
 
 def test_resume_does_what_is_not_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,17 +195,29 @@ def test_a_folder_of_something_else_is_refused(folder: Path) -> None:
         open_batch(load(folder, "name=other", grid={"seed": [1]}))
 
 
-def test_overwrite_deletes_the_runs_and_nothing_else(folder: Path) -> None:
-    """--overwrite must not be `rm -rf`: notes that a user keeps next to the runs stay."""
+def test_a_folder_that_cannot_be_written_names_the_key(folder: Path) -> None:
+    """A full or read-only disk ended in a bare "Not a directory"; what to set was left to guess."""
+    (folder / "out").write_text("a file")
+    with pytest.raises(
+        SetupError, match=r"cannot be written: .*; choose another place with output_dir=\.\.\. or .*name="
+    ):
+        open_batch(load(folder, grid={"seed": [1]}))
+
+
+def test_overwrite_deletes_what_a_batch_wrote_and_nothing_else(folder: Path) -> None:
+    """--overwrite must not be `rm -rf`: notes that a user keeps next to the runs, or in a run's folder, stay."""
     batch = load(folder, grid={"seed": [1, 2]})
     leave_batch(batch, "done", "failed")
     (batch.folder / "comparison.html").write_text("old")
     (batch.folder / "notes.txt").write_text("mine")
+    (batch.folder / "plain-seed=1" / "run" / "checkpoints").mkdir(parents=True)
+    (batch.folder / "plain-seed=2" / "notes.txt").write_text("mine")
     (batch.folder / "own").mkdir()
     (batch.folder / "own" / "status.json").write_text('{"state": "finished", "step": 60}')  # a training run's
     open_batch(batch, overwrite=True)
     left = sorted(str(path.relative_to(batch.folder)) for path in batch.folder.rglob("*") if path.is_file())
-    assert left == ["notes.txt", "own/status.json"]
+    assert left == ["notes.txt", "own/status.json", "plain-seed=2/notes.txt"]
+    assert not (batch.folder / "plain-seed=1").exists()
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"name": "x", "notebook": "y", "state": "dead"}'])
