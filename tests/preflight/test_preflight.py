@@ -213,15 +213,19 @@ def test_few_completions_refuse_nothing(prepare):
 
 
 def test_a_step_that_cannot_learn_is_named():
-    """NaN, no gradient, a rate of 0 and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01) are four faults with their keys."""
-    nan, whole = float("nan"), ["model.lora=null", "model.dtype=bfloat16", "rloo.learning_rate=1e-6"]
-    for norm, words, key in (
-        (nan, [], "model.dtype"), (0.0, [], "model.lora.target_modules"), (1.0, whole, "rloo.learning_rate"),
-        (1.0, ["rloo.learning_rate=0"], "rloo.learning_rate"),
+    """NaN, no gradient, a rate of 0 and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01) are four faults with their keys; 2e-5
+    moves some weights, and was refused."""
+    nan, whole, rate = float("nan"), ["model.lora=null", "model.dtype=bfloat16"], "rloo.learning_rate"
+    for norm, words, key, level, fix in (
+        (nan, [], "model.dtype", "error", "float32"), (0.0, [], "model.lora.target_modules", "error", "lora=null"),
+        (1.0, [f"{rate}=0"], rate, "error", f"set {rate}="),
+        (1.0, [*whole, f"{rate}=1e-6"], rate, "error", f"float32 or {rate}=3e-05"),
+        (1.0, [*whole, f"{rate}=2e-5"], rate, "warning", f"float32 or {rate}=3e-05"),
     ):  # fmt: skip
         (fault,) = find_step_faults(kit.load_config(DEMO, *words), norm)
-        assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
+        assert (fault.name, fault.key, fault.level) == ("gradient", key, level) and fix in fault.text
     assert find_step_faults(kit.load_config(DEMO), 1.0) == []
+    assert find_step_faults(kit.load_config(DEMO, *whole, f"{rate}=3e-5"), 1.0) == []
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
