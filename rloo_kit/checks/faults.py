@@ -51,7 +51,7 @@ def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False)
     run.check()
     if not is_main_process():
         return None
-    faults, prepared = _examine(run, load_tokenizer(run), folder, worked)
+    faults, prepared = _examine(run, True, folder, worked)
     raise_errors(faults)
     return prepared
 
@@ -59,14 +59,17 @@ def check(run: RunConfig, folder: FolderUse | None = None, worked: bool = False)
 def find_faults(run: RunConfig, folder: FolderUse | None = None, prompts: bool = True) -> list[Problem]:
     """Every problem that `check` finds; without `prompts` and what is rendered of them, and so without the stack.
     `folder`: None skips the check that it is free."""
-    return _examine(run, load_tokenizer(run) if prompts else None, folder)[0]
+    return _examine(run, prompts, folder)[0]
 
 
 def _examine(
-    run: RunConfig, tokenizer: Any | None, folder: FolderUse | None = None, worked: bool = False
+    run: RunConfig, prompts: bool, folder: FolderUse | None = None, worked: bool = False
 ) -> tuple[list[Problem], Data | None]:
-    """The problems, and the prompts; None if they could not be read, or there is no tokenizer."""
-    faults = find_machine_faults(run)
+    """The problems, and the prompts; None if they could not be read or are not asked for, or there is no tokenizer."""
+    faults, tokenizer = find_machine_faults(run), None
+    if prompts:
+        with catching("machine", faults):
+            tokenizer = load_tokenizer(run)
     prepared, row, held_out, thinking = None, None, None, True
     if tokenizer is not None:
         with catching("row", faults):

@@ -33,19 +33,13 @@ from rloo_kit.tasks.families import find_family
 from rloo_kit.think_tags import THINK_END
 
 MARKER = "####"  # before the answer in GSM8K and datasets in its format
-# Words in the names of columns with prompts, of those with answers, and of columns that are neither.
-_PROMPT = {
-    "prompt", "question", "problem", "instruction", "query", "input", "message", "task", "frage", "aufgabe",
-}  # fmt: skip
-_ANSWER = {
-    "answer", "solution", "target", "gold", "expected", "reference", "completion", "output", "response", "label",
-    "result", "reply", "antwort", "lösung", "ergebnis",
-}  # fmt: skip
-_NEITHER = {
-    "id", "idx", "index", "no", "nr", "number", "length", "count", "score", "url", "type", "source", "date", "wrong",
-    "rejected",
-}  # fmt: skip
-_CHOICE = re.compile(r"[a-h]|(choice|option)s?[ _]?[a-h\d]?")
+# Words of columns' names: of prompts, of answers; whole names of indexes, of neither.
+_PROMPT = "prompt|question|problem|instruction|query|input|message|conversation|frage|aufgabe|pregunta|domanda|问题"
+_ANSWER = r"answer|solution|target|reply|gold|expected|reference|completion|\w*antwort(en)?|\w*l(ö|oe)sung(en)?|答案"
+_ANSWER += "|respuesta|risposta|r[ée]ponse|solución|soluzione|label|output|response|result|ergebnis?(se)?"
+_INDEX = r"(.* )?(id|idx|nr|row|category|difficulty|level|topic|subject|source|type|date) ?\d*|((s|sl) )?no|index.*"
+_INDEX += "|unnamed.*|(question|problem|prompt|task) num(ber)?|"
+_NEITHER = f"{_INDEX}|.+ (length|len|count|score|url|link|start)|(has|is|num|wrong|incorrect|rejected) .+"
 EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
@@ -121,18 +115,24 @@ def find_columns(
     for name, flag in ((prompt, "--prompt-column"), (answer, "--answer-column")):
         if name is not None and name not in columns:
             raise ConfigError(f"{flag} {name}: there is no such column{suggest(name, columns)}")
-    options = [name for name in columns if _CHOICE.fullmatch(name.strip().lower())]
+    names = [name for name in columns if not re.fullmatch(_INDEX, _simple(name))]
+    marks = [re.sub(r"\b[a-h]$|(?<=.)\d$", "#", _simple(name)) for name in names]
+    alike = {"choice", "option", *(mark for mark in marks if "#" in mark and marks.count(mark) > 1)}
+    options = [name for name, mark in zip(names, marks, strict=True) if mark in alike]
     if options and (prompt is None or answer is None):
         raise ConfigError(
             f"{source}: the answer chooses from {', '.join(options)}, which the prompts do not show; write them into "
             "the prompts, or pass --prompt-column and --answer-column"
         )
-    words = {name: _words_of(name) for name in columns if name not in (prompt, answer)}
-    prompts = [name for name, said in words.items() if said & _PROMPT and not said & (_NEITHER | _ANSWER)]
-    answers = [name for name, said in words.items() if said & _ANSWER and not said & (_NEITHER | _PROMPT)]
+    rest = [name for name in columns if name not in (prompt, answer)]
+    prompts, golds, texts, tasks = (
+        [name for name in rest if _has_word(name, words)] for words in (_PROMPT, _ANSWER, "text", "task")
+    )
+    asked = [name for name in prompts or texts or tasks if name not in golds]
+    golds = [name for name in golds if name not in prompts]
     return {
-        "--prompt-column": prompts if prompt is None else [prompt],
-        "--answer-column": answers if answer is None else [answer],
+        "--prompt-column": asked if prompt is None else [prompt],
+        "--answer-column": golds if answer is None else [answer],
     }
 
 
@@ -149,10 +149,15 @@ def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> 
     return "\n".join(lines)
 
 
-def _words_of(name: str) -> set[str]:
-    """The words of a column's name in lower case, with and without a last s."""
-    words = re.findall(r"[^\W\d_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
-    return {*words, *(word.removesuffix("s") for word in words)}
+def _simple(name: str) -> str:
+    """A column's name in small words, without a plural's s: `correct answer` for Correct_Answers."""
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z\d])", " ", name)).strip().lower().removesuffix("s")
+
+
+def _has_word(name: str, words: str) -> bool:
+    """Whether a word of the name is one of `words`, and the name is not that of an index or a remark."""
+    found = (re.fullmatch(words, word.removesuffix("s")) for word in _simple(name).split())
+    return any(found) and not re.fullmatch(_NEITHER, _simple(name))
 
 
 def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
@@ -225,11 +230,13 @@ def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None
             return found
     assert found is not None  # the shortest
     machine, length = found.plan.machine, found.values["completion_length"]
-    smaller = suggest_model(table, gpu_gib)
+    others = (one for one in (FOR_GPU if machine.on_cuda else FOR_CPU) if one != model)
+    other = next((one for one in others if any(two.fits for two in _candidates(one, file, table, gpu_gib))), None)
+    instead = f"--model {other} fits" if other else "no model of the shipped configs fits"
     raise ConfigError(
         f"--model {model} takes {found.plan.peak_gib:.1f} GiB with completions of {length} tokens, one at a time, "
-        f"more than the {machine.usable_gib:.1f} GiB of {machine.name}; use --model {smaller}, or "
-        "--gpu-gib 24 to write the file for a GPU with 24 GiB"
+        f"more than the {machine.usable_gib:.1f} GiB of {machine.name}; {instead}, or use --gpu-gib 24 to "
+        "write the file for a GPU with 24 GiB"
     )
 
 

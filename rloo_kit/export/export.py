@@ -126,6 +126,9 @@ def export_model(
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Only an export may be replaced, and only with `overwrite`."""
+    above = next(one for one in folder.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--output is {folder}, and {above} is not a folder")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / CERTIFICATE).is_file():

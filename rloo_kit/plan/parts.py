@@ -283,7 +283,9 @@ def buffer_bytes(work: Workload, rows: int) -> int:
 
 
 def _kept_bytes(work: Workload, rows: int) -> int:
-    """Graphs and libraries, which stay while vLLM is asleep."""
+    """Graphs and libraries, which stay while vLLM is asleep; on a CPU it has none."""
+    if not work.on_cuda:
+        return 0
     graphs = 0 if work.enforce_eager else GRAPHS_GIB * GIB + rows * GRAPHS_ROW_MIB * 2**20
     return int(OUTSIDE_GIB * GIB + graphs)
 
@@ -356,12 +358,15 @@ def _list_server(work: Workload, rows: int) -> Iterator[Row]:
 
 def _list_vllm(work: Workload, rows: int) -> Iterator[Row]:
     """vLLM's; what stays of it while the policy trains also counts in training."""
+    awake = not work.on_cuda  # on a CPU its sleep does nothing
     if not work.fused:
-        yield "vLLM: weights", vllm_weight_bytes(work), 0, "vLLM's own copy, in host memory while it sleeps"
-    detail = f"{rows} x {work.row_tokens} tokens x {cache_bytes_per_token(work) / 1024:.4g} KiB"
-    yield "vLLM: pool", pool_bytes(work, rows), 0, f"{detail}{', in 8 bits' if work.float8_cache else ''}"
-    detail = "adapter, one forward pass, CUDA graphs; assumed, not measured"
-    yield "vLLM: buffers", buffer_bytes(work, rows), asleep_bytes(work, rows), detail
+        size, host = vllm_weight_bytes(work), "" if awake else ", in host memory while it sleeps"
+        yield "vLLM: weights", size, size * awake, f"vLLM's own copy{host}"
+    pool, buffers, kib = pool_bytes(work, rows), buffer_bytes(work, rows), cache_bytes_per_token(work) / 1024
+    detail = f"{rows} x {work.row_tokens} tokens x {kib:.4g} KiB{', in 8 bits' if work.float8_cache else ''}"
+    yield "vLLM: pool", pool, pool * awake, detail
+    detail = f"adapter, one forward pass{'' if awake else ', CUDA graphs'}; assumed, not measured"
+    yield "vLLM: buffers", buffers, buffers if awake else asleep_bytes(work, rows), detail
 
 
 def _list_sampling(work: Workload, rows: int) -> Iterator[Row]:

@@ -42,6 +42,7 @@ RESERVE_GIB = 0.8  # fragments of the allocator, and the desktop
 CPU_RESERVE_GIB = 0.3
 # Largest extra size of dynamic copies, as a share of the 4-bit model: Unsloth's blog "Dynamic 4-bit Quantization".
 DYNAMIC_SHARE = 0.1
+FLOAT8_CAPABILITY = (8, 0)  # from which vLLM has a KV cache in 8 bits
 BITSANDBYTES_PLUGIN = "vllm_bnb_plugin"  # since vLLM 0.28 a separate package loads its 4-bit weights
 STEP = 64  # tokens between proposed lengths of a completion, and of the shortest
 # Shipped configs and the GB of the GPU that each is for, largest first. The wheel does not include them.
@@ -62,7 +63,7 @@ def find_machine(gpu_gib: float | None = None) -> Machine:
         return Machine(f"a GPU with {gpu_gib:.4g} GiB", gpu_gib, RESERVE_GIB, True, is_here=False)
     gpu = None if is_cpu_torch() else find_gpus().gpu
     if gpu is not None:
-        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True)
+        return Machine(gpu.name, gpu.memory_gib, RESERVE_GIB, True, capability=gpu.capability)
     return Machine("the CPU", available_gib(), CPU_RESERVE_GIB, False)
 
 
@@ -163,6 +164,13 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):
         return problems[0]
+    has_float8 = machine.capability is None or machine.capability >= FLOAT8_CAPABILITY
+    if work.float8_cache and not has_float8:
+        needed, found = (".".join(map(str, one or ())) for one in (FLOAT8_CAPABILITY, machine.capability))
+        return (
+            f"rollout.vllm.float8_kv_cache is true, which needs compute capability {needed}, and {machine.name} has "
+            f"{found}; set rollout.vllm.float8_kv_cache=false"
+        )
     version = installed_version("vllm") if work.four_bit and machine.is_here else None
     if version is not None and in_range(version, ">=0.28") and not is_importable(BITSANDBYTES_PLUGIN):
         return (
@@ -170,24 +178,30 @@ def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) 
             f"installed: {VLLM_INSTALL}, or set model.load_in_4bit=false"
         )
     lean = work if run.rloo.tokens_per_pass else replace(work, tokens_per_pass=1)  # the pass is as small as needed
+    share, pool, least = run.rollout.vllm.gpu_memory_utilization, pool_bytes(work, rows), least_pool_bytes(work)
+    if pool < least:
+        smaller = "" if work.float8_cache or not has_float8 else "rollout.vllm.float8_kv_cache=true or "
+        return (
+            f"rollout.vllm.gpu_memory_utilization is {share}, which leaves {pool / GIB:.2f} GiB for the KV cache, and "
+            f"one row of {work.max_length} tokens takes {least / GIB:.2f}; set a larger share, {smaller}"
+            "rollout.vllm.gpu_memory_utilization=null"
+        )
     limit, rollout, training = machine.usable_gib, rollout_gib(work, 1), training_gib(lean, rows)
-    is_full = rollout > limit or training > limit >= training_gib(replace(lean, engine="generate"))
-    if not is_full and pool_bytes(work, rows) >= least_pool_bytes(work):
+    if rollout <= limit and not training > limit >= training_gib(replace(lean, engine="generate")):
         return None
-    share = run.rollout.vllm.gpu_memory_utilization
     fixes = [
-        ("rollout.vllm.gpu_memory_utilization=null", share is not None),
-        ("rollout.vllm.float8_kv_cache=true", not work.float8_cache),
-        ("rollout.vllm.enforce_eager=true", not work.enforce_eager),
+        ("rollout.vllm.gpu_memory_utilization=null", rollout > limit and share is not None),
+        ("rollout.vllm.float8_kv_cache=true", rollout > limit and not work.float8_cache and has_float8),
+        ("rollout.vllm.enforce_eager=true", work.on_cuda and not work.enforce_eager),
         ("model.load_in_4bit=true", not work.four_bit),
-        ("rloo.memory=low", run.rloo.memory != "low"),
+        ("rloo.memory=low", training > limit and run.rloo.memory != "low"),
         ("rollout.engine=auto", True),
     ]
     helping = " or ".join(fix for fix, helps in fixes if helps)
     given = "" if share is None else f"rollout.vllm.gpu_memory_utilization is {share}; "
     return (
         f"{given}with one row of {work.max_length} tokens a rollout takes {rollout:.2f} GiB, and training while vLLM "
-        f"sleeps {training:.2f}, of {limit:.2f} on {machine.name}; set {helping}"
+        f"{'sleeps' if work.on_cuda else 'stays'} {training:.2f}, of {limit:.2f} on {machine.name}; set {helping}"
     )
 
 

@@ -16,13 +16,15 @@ from rloo_kit.system.problems import Problem
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free."""
+    """What the run has to fit: a GPU, or the memory of a machine without one; `reserve_gib` stays free. The compute
+    capability is None if unknown."""
 
     name: str
     total_gib: float
     reserve_gib: float
     on_cuda: bool
     is_here: bool = True
+    capability: tuple[int, int] | None = None
 
     @property
     def usable_gib(self) -> float:

@@ -25,12 +25,14 @@ from rloo_kit.models.policy import Policy
 from rloo_kit.preflight.trial_steps import Tell, make_trainer
 from rloo_kit.results.intervals import clustered
 from rloo_kit.results.samples import list_steps
+from rloo_kit.rewarding.registry import REGISTRY
 from rloo_kit.rewarding.worker import end_workers
 from rloo_kit.rollout.types import FOREIGN, Limits
 from rloo_kit.system.console import format_seconds
 from rloo_kit.system.memory import is_out_of_memory
 from rloo_kit.system.problems import Problem
 from rloo_kit.think_tags import THINK_START
+from rloo_kit.tools.toolbox import tool_schemas
 
 LEAST_GROUPS, LEAST_COMPLETIONS = 4, 32  # of a probe; with fewer, nothing is refused
 WIDER = 4  # times as many if few groups have a signal: 32 wrong answers are not rare in a run that learns
@@ -39,7 +41,7 @@ LONG_TOKENS = 4096  # limit of the search for a length that the thinking fits in
 ROOM = 1.25  # factor on the longest of a few completions
 # Mean gap between sampler and trainer, nats per token. Rounding alone gives about 1e-6 in float32, 0.002 in float16 and
 # 0.01 in bfloat16 and 4 bit (docs/metrics.md); ten times that or more means two policies.
-GAP_FLOAT32, GAP = 1e-3, 0.1
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 FEW, MANY = 0.25, 0.3  # warning: at most this share of groups with a signal, above this share cut off
 NEVER, ALWAYS = 0.05, 0.95  # pass rates near 0 and near 1
 SHOWN = 160  # characters of a message in the episode that is shown
@@ -182,7 +184,7 @@ def find_rollout_faults(
         found = f"{closed:.0%} of {count} completions close a thought, and the family is instruct"
         yield Problem("rollout", found, "set model.family: thinking", level="warning")
     if played := list_episodes(completions):
-        yield from _find_call_faults(run, played)
+        yield from _find_call_faults(run, played, bool(tool_schemas(run)))
     assert measures.truncated is not None and measures.signal is not None and measures.prompts is not None
     few = measures.signal <= FEW * measures.prompts and failed < 1
     # Of a probe without a signal: too few completions do not rule out chance.
@@ -217,13 +219,19 @@ def _advise(rate: float | None) -> str:
 
 
 def find_form_fault(run: RunConfig, measures: Measures) -> Problem | None:
-    """A warning where no answer is right, and yet rewards differ."""
-    paid = [name for name, one in measures.rewards.items() if one.differs and run.reward_weights.get(name, 1)]
-    if not paid or measures.pass_rate != 0.0:
+    """A warning where no answer is right, and the only rewards that differ do not depend on the task."""
+    found = {name: one for name, one in measures.rewards.items() if run.reward_weights.get(name, 1)}
+    blind = {name for name, one in REGISTRY.items() if "answer" not in getattr(one, "needs", ("answer",))}
+    paid, own = ([name for name in found if found[name].differs and name not in left] for left in ((), blind))
+    others = [one.mean for name, one in found.items() if not one.differs and name not in blind]
+    is_wrong = measures.pass_rate == 0.0
+    if measures.pass_rate is None:  # the user's own rewards judge
+        is_wrong = not own and bool(others) and not any(others)
+    if not paid or not is_wrong or REGISTRY.keys() & own:
         return None
-    names = " and ".join(paid)
-    found = f"no answer is right, and {names} alone gives different rewards: the run would learn form, not the task, "
-    return Problem("rewards", f"{found}unless {names} grades how nearly right it is", _advise(0.0), level="warning")
+    unless = f", unless {' and '.join(own)} grades how nearly right it is" if own else ""
+    text = f"no answer is right, and {' and '.join(paid)} alone gives different rewards: the run would learn form, not "
+    return Problem("rewards", f"{text}the task{unless}", _advise(0.0), level="warning")
 
 
 def _find_silence(run: RunConfig, probe: Probe, measures: Measures, level: str) -> Problem:
@@ -304,7 +312,7 @@ def _one_line(text: str) -> str:
     return shorten(" ".join(text.split()), SHOWN)
 
 
-def _find_call_faults(run: RunConfig, episodes: list[Episode]) -> Iterator[Problem]:
+def _find_call_faults(run: RunConfig, episodes: list[Episode], may_call: bool) -> Iterator[Problem]:
     """Problems shown by the calls of the probe rollout."""
     kinds, limit = [kind for one in episodes for _, kind in one.calls], run.run.max_reward_failure_share
     if failures := [text for one in episodes for text in one.failures]:
@@ -312,7 +320,7 @@ def _find_call_faults(run: RunConfig, episodes: list[Episode]) -> Iterator[Probl
         found, fix = f"{share:.0%} of {len(kinds)} calls of tools failed", f"fix the tool. A failure: {failures[0]}"
         level = "error" if share > limit else "warning"
         yield Problem("tools", found, fix, f"run.max_reward_failure_share={limit:g}", level)
-    if kinds.count("invalid") >= MANY * len(kinds):
+    if may_call and kinds.count("invalid") >= MANY * len(kinds):
         found = f"none of {len(episodes)} completions calls a tool, and RLOO cannot learn to call what is never sampled"
         if kinds:
             found = f"{kinds.count('invalid')} of {len(kinds)} calls name no tool, or arguments that do not fit"
@@ -343,15 +351,19 @@ def measure_gap(trainer: RLOOTrainer, probe: Probe) -> float | None:
 def find_logp_faults(trainer: RLOOTrainer, gap: float | None) -> Iterator[Problem]:
     """A problem if sampler and trainer differ when a run begins."""
     model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.rloo.settings
-    is_narrow = trainer.args.bf16 or trainer.args.fp16 or model.dtype != torch.float32
-    is_exact = not is_narrow and not getattr(model, "is_loaded_in_4bit", False)
-    limit, name = (GAP_FLOAT32, "float32") if is_exact else (GAP, "16 and 4 bit")
+    dtype = torch.float32  # the coarsest number format that the policy computes in; 4 bit counts as bfloat16
+    if trainer.args.bf16 or model.dtype == torch.bfloat16 or getattr(model, "is_loaded_in_4bit", False):
+        dtype = torch.bfloat16
+    elif trainer.args.fp16 or model.dtype == torch.float16:
+        dtype = torch.float16
+    limit, name = TOLERANCES[dtype], str(dtype).removeprefix("torch.")
     if gap is None or gap <= limit or settings.filters.active:
         return
     engine, correction = trainer.rloo.sampler.engine.name, settings.sampler_correction
-    fix = "set rloo.sampler_correction=token, or rollout.engine=generate"
+    other = "model.dtype=float32" if engine == "generate" else "rollout.engine=generate"
+    fix = f"set rloo.sampler_correction=token, or {other}"
     if correction != "none":
-        fix = f"rloo.sampler_correction={correction} corrects for it; rollout.engine=generate avoids it"
+        fix = f"rloo.sampler_correction={correction} corrects for it; {other} avoids it"
     if math.isnan(gap):
         fix = "set model.dtype=float32"
     found = f"the log-probs of the engine {engine} and of the trainer differ by {gap:.2g} nats per token, above "

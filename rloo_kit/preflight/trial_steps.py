@@ -32,7 +32,8 @@ from rloo_kit.tools.toolbox import open_toolbox
 from rloo_kit.training.memory_watch import MemoryPeak, planned_limits
 
 Tell = Callable[[str], None]  # shows a line
-BFLOAT16_STEP = 3e-5  # a smaller change leaves a bfloat16 weight around 0.01 as it is
+# A smaller change leaves a bfloat16 weight around 0.01 as it is; below the first almost all weights (an error).
+BFLOAT16_LEAST, BFLOAT16_STEP = 1e-5, 3e-5
 STEPS, STEPS_FP16 = 2, 12  # in float16 the first steps are skipped while the loss scale falls
 
 
@@ -77,7 +78,7 @@ def try_steps(run: RunConfig, policy: Policy, measures: Measures, faults: list[P
     machine = f"{plan.machine.usable_gib:.2f} GiB on {plan.machine.name}"
     if not plan.machine.on_cuda and plan.headroom_gib < 0:  # no error on a CPU: the system kills programs
         text = f"the run takes {plan.peak_gib:.2f} GiB (computed), of {machine}; the step was not run"
-        faults.append(Problem("memory", text, _changes(plan)))
+        faults.append(Problem("memory", text, _changes(run, plan)))
         return None
     load = load_of(run, policy)
     _, completions = rows_of_a_pass(load)
@@ -91,7 +92,7 @@ def try_steps(run: RunConfig, policy: Policy, measures: Measures, faults: list[P
         if not is_out_of_memory(error):
             raise
         text = f"an optimizer step at full length ran out of memory, of {machine}"
-        faults.append(Problem("memory", text, _changes(plan)))
+        faults.append(Problem("memory", text, _changes(run, plan)))
         return None
     measures.rollout_gib, measures.training_gib = None if plan.engine.name in FOREIGN else plan.rollout_gib, peak.gib
     measures.grad_norm = looked.grad_norm
@@ -99,15 +100,16 @@ def try_steps(run: RunConfig, policy: Policy, measures: Measures, faults: list[P
     return looked.step_s / (completions * load.row_tokens)
 
 
-def _changes(plan: VramPlan) -> str:
+def _changes(run: RunConfig, plan: VramPlan) -> str:
     """Changes from the memory plan, cumulative; if the plan says that the run fits, the cheapest."""
-    changes = [change.override for change in plan.changes] or ["rloo.memory=low", "a lower rloo.max_completion_length"]
+    usual = [*["rloo.memory=low"][run.rloo.memory == "low" :], "a lower rloo.max_completion_length"]
+    changes = [change.override for change in plan.changes] or usual
     return f"set {', then '.join(changes)}"
 
 
 def find_step_faults(run: RunConfig, grad_norm: float | None) -> list[Problem]:
     """Problems shown by the gradient of the first step, and a learning rate that moves nothing."""
-    rate = run.rloo.learning_rate
+    rate, level = run.rloo.learning_rate, "error"
     if grad_norm is None or not math.isfinite(grad_norm):
         found = "the gradient of a step at full length is not finite"
         fix = "set model.dtype=float32" + (" or model.dtype=bfloat16" if run.model.dtype == "float16" else "")
@@ -119,10 +121,11 @@ def find_step_faults(run: RunConfig, grad_norm: float | None) -> list[Problem]:
         found, fix = "rloo.learning_rate is 0, so nothing moves", f"set rloo.learning_rate={usual:g}"
     elif run.model.lora is None and run.model.dtype == "bfloat16" and rate < BFLOAT16_STEP:
         found = f"rloo.learning_rate={rate:g} moves few bfloat16 weights: those around 0.01 are 6e-5 apart"
-        fix = "set model.dtype=float32"
+        fix = f"set model.dtype=float32 or rloo.learning_rate={BFLOAT16_STEP:.0e}"
+        level = "error" if rate < BFLOAT16_LEAST else "warning"
     else:
         return []
-    return [Problem("gradient", found, fix)]
+    return [Problem("gradient", found, fix, level=level)]
 
 
 # ------------------------------------------------------------------------------------------------ the steps themselves

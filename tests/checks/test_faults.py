@@ -63,6 +63,13 @@ def test_faulty_tools_hide_no_other_fault(place: Path) -> None:
     assert [(one.name, one.key) for one in found] == [("tools", "rloo.tools"), ("data", "data.answer_column")]
 
 
+def test_a_backend_that_is_missing_hides_no_other_fault(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Unsloth `train` reported that alone, and the rewards at the next attempt."""
+    monkeypatch.setattr("rloo_kit.system.environment.is_importable", lambda name: False)
+    found = faults_of(place, Faulty("two", ("model.backend=unsloth", "eval.every_steps=1", "eval.measure=no"), ()))
+    assert [one.name for one in found if one.level == "error"] == ["machine", "rewards"], found
+
+
 CODE = ("data.source=code.jsonl", "rewards=[{name: code_reward}, {name: 'my_rewards:longest'}]")
 
 

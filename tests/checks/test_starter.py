@@ -203,7 +203,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "there already": (
         ["--data", "sums.csv", "--yes", "--output", "mine.yaml"], "mine_rewards.py: there already; --overwrite"),
     "too large": (
-        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], "use --model embedded/th"),
+        ["--data", "sums.csv", "--yes", "--model", "Qwen/Qwen3-32B", "--gpu-gib", "12"], f"--model {THINKING} fits"),
+    "too large, all of them": (
+        ["--data", "school.csv", "--yes", "--model", "unsloth/Qwen3-0.6B-unsloth-bnb-4bit", "--gpu-gib", "1"],
+        "GiB; no model of the shipped configs fits, or use --gpu-gib 24"),
     "no such shape": (["--data", "sums.csv", "--yes", "--model", "a/b"], "hf download a/b config.json"),
 }  # fmt: skip
 
@@ -232,6 +235,15 @@ FILES: dict[str, tuple[str, str, tuple[str, str] | str]] = {
     "one column": ("question|answer", f"{SUM}|{{c}}", r"has one column \(question\|answer\)"),
     "choices": ("question,A,B,answer", f"{WORDS},{{c}},{{n}},{{letter}}", "the answer chooses from A, B, which the"),
     "numbered choices": ("question,choice1,choice2,label", f"{SUM},{{c}},{{n}},{{n}}", "from choice1, choice2"),
+    "lettered choices": ("question,opt_a,opt_b,answer", f"{SUM},{{c}},{{n}},{{letter}}", "from opt_a, opt_b, which"),
+    "endings": ("question,ending0,ending1,label", f"{SUM},{{c}},{{n}},{{n}}", "from ending0, ending1, which"),
+    "solutions": ("goal,sol1,sol2,label", f"{SUM},{{c}},{{n}},{{n}}", "from sol1, sol2, which"),
+    "letters": ("Q,A", f"{SUM},{{c}}", "--prompt-column Q .*--answer-column A "),
+    "one letter": ("problem,answer,a", f"{SUM},{{c}},{{n}}", ("problem", "answer")),
+    "a task and a text": ("task,text,answer", f"add,{SUM},{{c}}", ("text", "answer")),
+    "a task": ("task_id,task,answer", f"{{n}},{SUM},{{c}}", ("task", "answer")),
+    "a level": ("problem_level,text,incorrect_answer,answer", f"easy,{SUM},{{n}},{{c}}", ("text", "answer")),
+    "counted": ("question_number,question,num_answers,answer", f"{{n}},{SUM},1,{{c}}", ("question", "answer")),
     "a decimal comma": ("question;answer", f"{SUM};{{a}},{{b}} km", "line 2: .* km has a decimal comma"),
     "latin-1": ("Frage,L\udcf6sung", f"{SUM},{{c}}", "line 1: not UTF-8 text"),
 }  # fmt: skip

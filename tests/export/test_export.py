@@ -298,6 +298,7 @@ def test_missing_data_and_a_full_disk_are_lines(make_run: Callable[..., Path]) -
         ({"to": "merged", "num_prompts": 0}, ConfigError, r"--prompts is 0"),
         # `--output ~ --overwrite` would have put a model in the place of somebody's home
         ({"to": "merged", "output": ".", "overwrite": True}, RunExistsError, r"not an export .*: use --output"),
+        ({"to": "merged", "output": "thesis.txt/a/b"}, ConfigError, r"--output is .*/b, and .*txt is not a folder"),
     ],
 )
 def test_what_is_refused_beforehand(

@@ -86,7 +86,8 @@ def test_the_pool_holds_the_rows_and_no_more_fit() -> None:
     ("words", "machine", "expected"),
     [
         (["model.lora=null", "model.load_in_4bit=false", *IN_16_BIT], gpu(80), "model.lora is null|model.lora={r: 16}"),
-        (["rollout.vllm.gpu_memory_utilization=0.3"], gpu(12), "gpu_memory_utilization is 0.3|4608 tokens|=null"),
+        (["rollout.vllm.gpu_memory_utilization=0.3"], gpu(12), "is 0.3, which leaves 0.|4608 tokens takes 0.|=null"),
+        (["rollout.vllm.float8_kv_cache=true"], replace(gpu(12), capability=(7, 5)), "8.0|7.5|float8_kv_cache=false"),
         (IN_16_BIT, gpu(11), "GiB|model.load_in_4bit=true|rollout.vllm.float8_kv_cache=true|rollout.engine=auto"),
         ([], HERE, f"not installed|{VLLM_INSTALL}"),
     ],
@@ -132,6 +133,23 @@ def test_training_that_needs_the_gpu_for_itself_keeps_vllm_out() -> None:
     obstacle = plan_vllm(run, machine).obstacle or ""
     assert "while vLLM sleeps" in obstacle and "rollout.vllm.enforce_eager=true" in obstacle
     assert plan_engine(run, machine).name == "native"
+
+
+def test_only_what_helps_is_named() -> None:
+    """A share without room for the cache got figures that fit, and `rloo.memory=low`."""
+    run = load_config(THINKING, "rollout.vllm.gpu_memory_utilization=0.3")
+    for capability in ((8, 6), (7, 5)):
+        obstacle = plan_vllm(run, replace(gpu(12), capability=capability)).obstacle or ""
+        named = [key for key in ("float8_kv_cache", "memory=low", "enforce_eager", "engine=auto") if key in obstacle]
+        assert named == ["float8_kv_cache"] * (capability >= (8, 0)), obstacle
+
+
+def test_on_a_cpu_vllm_never_sleeps() -> None:
+    """Its pool and weights were left out of training, and CUDA graphs were counted."""
+    work = work_of(PUBLISHED["4b"], fused=False, engine="vllm", on_cuda=False)
+    own = [part for part in parts.list_parts(work, 8) if part.name.startswith("vLLM: ")]
+    assert len(own) == 3 and all(part.training_gib == part.rollout_gib > 0 for part in own)
+    assert parts.buffer_bytes(work, 8) == parts.buffer_bytes(replace(work, enforce_eager=True), 8)
 
 
 def test_the_plan_says_which_engine_it_is_for() -> None:

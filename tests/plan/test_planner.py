@@ -320,7 +320,9 @@ def test_a_gpu_is_known_by_its_name_and_size() -> None:
     for name, gib, expected in (
         ("NVIDIA GeForce RTX 3060", 12.0, ("RTX 3060", 12)),
         ("NVIDIA GeForce RTX 3060 Ti", 8.0, ("RTX 3060 Ti", 8)),
-        ("NVIDIA A100-SXM4-80GB", 79.25, None),
+        ("NVIDIA A100-SXM4-80GB", 79.25, ("A100", 80)),
+        ("NVIDIA L4", 22.5, ("L4", 24)),
+        ("a GPU with 74.5 GiB", 74.5, ("H100", 80)),
         ("NVIDIA A100-PCIE-40GB", 39.39, ("A100", 40)),
         ("NVIDIA GeForce RTX 4060 Laptop GPU", 8.0, None),
         ("NVIDIA GeForce RTX 4070 SUPER", 12.0, None),

@@ -158,15 +158,34 @@ def test_a_run_that_has_nothing_to_learn_is_refused(prepare, name):
     assert name != "a reward that fails" or found.measures.rewards["failing"].failed == 32
 
 
-@pytest.mark.parametrize(("rate", "weight", "is_named"), [(0.0, 0.2, True), (0.1, 0.2, False), (0.0, 0.0, False)])
-def test_a_form_that_alone_is_paid_for_is_named(rate, weight, is_named):
+# Share of right answers, by reward (weight, mean, groups in which it differs), and what the warning says, or None.
+ONLY_FORM: dict[str, tuple[float | None, dict[str, tuple[float, float, int]], str | None]] = {
+    "a format": (
+        0.0, {"answer_reward": (1, 0, 0), "think_format_reward": (0.2, 0.4, 3)}, "and think_format_reward alone"),
+    "two": (
+        0.0, {"answer_reward": (1, 0, 0), "length_reward": (1, 1, 2), "thinking_reward": (1, 0, 1)},
+        "length_reward and thinking_reward alone"),
+    "one's own": (0.0, {"score": (1, 0.05, 4), "answer_reward": (0, 0, 0)}, "score alone .* unless score grades"),
+    "its own answers": (None, {"score": (1, 0, 0), "missing_eos_penalty": (1, -0.5, 4)}, "missing_eos_penalty alone"),
+    "some are right": (0.1, {"answer_reward": (1, 0.1, 0), "think_format_reward": (0.2, 0.4, 3)}, None),
+    "weight 0": (0.0, {"answer_reward": (1, 0, 0), "think_format_reward": (0, 0.4, 3)}, None),
+    "a graded verifier": (0.0, {"reasoning_gym_score": (1, 0.3, 4), "think_format_reward": (1, 0.4, 4)}, None),
+    "unknown": (None, {"score": (1, 0.4, 4), "think_format_reward": (0.2, 0.4, 3)}, None),
+    "lengths alone": (None, {"length_reward": (1, 0.4, 4)}, None),
+    "at its mean": (None, {"score": (1, 0.3, 0), "length_reward": (1, 0.4, 4)}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONLY_FORM)
+def test_a_form_that_alone_is_paid_for_is_named(name):
     """A bonus for any number in the answer gave a signal in every group at a pass rate of 0, and the verdict was GO."""
-    rewards = {"answer_reward": RewardFound(0.0, 0, 0), "think_format_reward": RewardFound(0.4, 3, 0)}
-    run = SimpleNamespace(reward_weights={"answer_reward": 1.0, "think_format_reward": weight})
-    fault = find_form_fault(run, Measures(rewards=rewards, pass_rate=rate))
-    assert (fault is not None) is is_named
+    rate, rewards, expected = ONLY_FORM[name]
+    found = {one: RewardFound(mean, differs, 0) for one, (_, mean, differs) in rewards.items()}
+    run = SimpleNamespace(reward_weights={one: weight for one, (weight, _, _) in rewards.items()})
+    fault = find_form_fault(run, Measures(rewards=found, pass_rate=rate))
+    assert (fault is None) == (expected is None)
     if fault:
-        assert fault.level == "warning" and "think_format_reward alone gives" in fault.text
+        assert fault.level == "warning" and fault.key == "data.source" and re.search(expected, fault.text), fault
 
 
 @pytest.mark.slow
@@ -194,15 +213,19 @@ def test_few_completions_refuse_nothing(prepare):
 
 
 def test_a_step_that_cannot_learn_is_named():
-    """NaN, no gradient, a rate of 0 and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01) are four faults with their keys."""
-    nan, whole = float("nan"), ["model.lora=null", "model.dtype=bfloat16", "rloo.learning_rate=1e-6"]
-    for norm, words, key in (
-        (nan, [], "model.dtype"), (0.0, [], "model.lora.target_modules"), (1.0, whole, "rloo.learning_rate"),
-        (1.0, ["rloo.learning_rate=0"], "rloo.learning_rate"),
+    """NaN, no gradient, a rate of 0 and 1e-6 in bfloat16 (0.01 - 1e-6 is 0.01) are four faults with their keys; 2e-5
+    moves some weights, and was refused."""
+    nan, whole, rate = float("nan"), ["model.lora=null", "model.dtype=bfloat16"], "rloo.learning_rate"
+    for norm, words, key, level, fix in (
+        (nan, [], "model.dtype", "error", "float32"), (0.0, [], "model.lora.target_modules", "error", "lora=null"),
+        (1.0, [f"{rate}=0"], rate, "error", f"set {rate}="),
+        (1.0, [*whole, f"{rate}=1e-6"], rate, "error", f"float32 or {rate}=3e-05"),
+        (1.0, [*whole, f"{rate}=2e-5"], rate, "warning", f"float32 or {rate}=3e-05"),
     ):  # fmt: skip
         (fault,) = find_step_faults(kit.load_config(DEMO, *words), norm)
-        assert (fault.name, fault.key, fault.level) == ("gradient", key, "error")
+        assert (fault.name, fault.key, fault.level) == ("gradient", key, level) and fix in fault.text
     assert find_step_faults(kit.load_config(DEMO), 1.0) == []
+    assert find_step_faults(kit.load_config(DEMO, *whole, f"{rate}=3e-5"), 1.0) == []
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])
@@ -406,13 +429,29 @@ def test_a_launched_run_checks_what_needs_no_model(tmp_path):
     assert " ".join(done.stdout.split()).count("preflight without a launcher") == 1 and "1 steps" in done.stdout
 
 
-def test_a_gap_of_nan_is_a_fault():
-    """NaN is not above any limit; a comparison written the other way lets it pass."""
-    model = SimpleNamespace(dtype=torch.float32)
-    settings = SimpleNamespace(sampler_correction="token", filters=SimpleNamespace(active=False))
-    rloo = SimpleNamespace(settings=settings, sampler=SimpleNamespace(engine=SimpleNamespace(name="native")))
+# Engine, number format, correction and gap; the level, key and words of the fault, or None.
+F16, F32 = torch.float16, torch.float32
+GAPS: dict[str, tuple[str, torch.dtype, str, float, tuple[str, str, str] | None]] = {
+    "nan": ("native", F32, "token", float("nan"), ("error", "model.dtype", "set model.dtype=float32")),
+    "float16": ("native", F16, "none", 0.05, ("error", "rloo.sampler_correction", "or rollout.engine=generate")),
+    "rounding": ("native", F16, "none", 0.02, None),
+    "bfloat16": ("native", torch.bfloat16, "none", 0.05, None),
+    "generate": ("generate", F16, "none", 0.05, ("error", "rloo.sampler_correction", "or model.dtype=float32")),
+    "corrected": ("generate", F32, "token", 0.01, ("warning", "rloo.sampler_correction", "model.dtype=float32 avoids")),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gap_above_the_rounding_of_its_format_is_a_fault(name):
+    """NaN is not above any limit; float16 had bfloat16's, and the fix of `generate` was `rollout.engine=generate`."""
+    engine, dtype, correction, gap, expected = GAPS[name]
+    model = SimpleNamespace(dtype=dtype)
+    settings = SimpleNamespace(sampler_correction=correction, filters=SimpleNamespace(active=False))
+    rloo = SimpleNamespace(settings=settings, sampler=SimpleNamespace(engine=SimpleNamespace(name=engine)))
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     args = SimpleNamespace(bf16=False, fp16=False)
     trainer = SimpleNamespace(model=model, rloo=rloo, accelerator=accelerator, args=args)
-    (fault,) = find_logp_faults(trainer, float("nan"))
-    assert fault.level == "error" and fault.key == "model.dtype"
+    faults = list(find_logp_faults(trainer, gap))
+    assert len(faults) == (expected is not None)
+    for fault in faults:
+        assert (fault.level, fault.key) == expected[:2] and expected[2] in fault.text, fault

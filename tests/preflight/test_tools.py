@@ -77,6 +77,18 @@ def test_an_episode_is_shown_and_its_calls_are_counted(tmp_path):
     assert "2 turns and 1 calls each; 25% of them failed" in shown["episodes"]
 
 
+def test_an_environment_without_tools_is_not_to_be_called(tmp_path):
+    """A warning sent people to demonstrations of calls that nothing answers."""
+    run, policy, data, rewards = prepare(tmp_path, environment=f"{WORLD}:Quiz", max_turns=3)
+    measures = Measures()
+    with make_trainer(policy, run, rewards, data.train) as trainer:
+        trainer.rloo.sampler.engine = Scripted(policy.tokenizer, [["</think>\n\n5", "</think>\n\n4"]])
+        probe = roll_out(trainer, draw_rows(run, data.train), run, lambda line: None)
+        describe_probe(run, policy, probe, measures)
+        faults = list(find_rollout_faults(run, policy, trainer, probe, measures))
+    assert measures.episodes["turns"] == 2 and "tools" not in [fault.name for fault in faults]
+
+
 def test_an_edited_tool_is_noticed_by_a_resumed_run(tmp_path):
     """The same file name and another program: the second half of a run would be trained in another world."""
     file = tmp_path / "own_tools.py"
