@@ -110,8 +110,7 @@ def is_own(value: Any) -> bool:
 
 
 class TestsEnd(Link):
-    """The tests' end. `pid`: of the code's process; `call_s`, `answer_s`: limits of its CPU time for one answer and for
-    all, in seconds; also of time in which it sleeps.
+    """`pid`: of the code's process; `call_s`, `answer_s`: limits of CPU time, or sleep, for one answer and for all.
 
     An operator of the code's is never given a plain value, which is often the expected one, but by an object that the
     tests have made of a class that they test (`trusted`)."""
