@@ -29,15 +29,17 @@ _OWN = re.compile("solution|main|answer|submission|candidate|your_module|your_co
 _NAMES = ("fn_name", "func_name", "entry_point")
 TEST_COLUMNS = (*_NAMES, "metadata", "starter_code")  # of a row, next to its tests
 _KEYS = {"inputs": "input", "stdin": "input", "outputs": "output", "expected_output": "output", "type": "testtype"}
-_KINDS = {"stdin_stdout": "stdin", "function_call": "functional"}
-# Calls the function wherever the code has it. JSON has no tuples, and text as keys.
+_KINDS = {None: None, "stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
+# Calls the function, or the last one if none is named, wherever the code has it. JSON has no tuples, and text as keys.
 _CALL = """import json as _json_, solution
 def _holds_{0}_(given, wanted, wrapped):
-    owner = getattr(solution, 'Solution', None)
-    owner = owner() if hasattr(owner, '{0}') else solution
-    value = getattr(owner, '{0}')(*_json_.loads(given))
-    value, wanted = _json_.loads(_json_.dumps(value, default=lambda part: part.item())), _json_.loads(wanted)
-    return value == wanted or wrapped and [value] == wanted"""
+    owner = getattr(solution, 'Solution', solution)
+    names = [one for one in vars(owner) if one[0] != '_' and callable(getattr(owner, one))]
+    name = '{0}' or names[-1]
+    owner = owner() if owner is not solution and hasattr(owner, name) else solution
+    found = getattr(owner, name)(*_json_.loads(given))
+    found, wanted = _json_.loads(_json_.dumps(found, default=lambda one: one.item())), _json_.loads(wanted)
+    return found == wanted or wrapped and [found] == wanted"""
 
 _OPEN = re.compile(r"^(?:(?!```|~~~).)*(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 _PYTHON = re.compile(r"\{?\.?\b(?:i?py(?:thon)?[\d.]*|pycon)\b", re.IGNORECASE)
@@ -47,18 +49,18 @@ _FENCED = re.compile("```|~~~")
 _BARE = re.compile(r"^(?:(?:async )?def |class |import |from |@).*?(?=^[A-Z][\w']* [a-z]|\Z)", re.MULTILINE | re.DOTALL)
 _RUNNER = re.compile(r"\b(?:unittest|pytest)\.main\(|TestLoader|TestSuite|TextTestRunner")
 _STRING = re.compile(r"""(?s)\#[^\n]*|("{3}|'{3}|["'])(?:\\.|(?!\1).)*+\1""")  # and comments
+_FIXTURE = re.compile(r"pytest\.fixture(?:\((?:scope='\w*')?\))?")  # one that is a plain function
 _LACKING = re.compile(
-    r"\bpytest\.(?!raises|approx|fail|param|mark\.parametrize|main)\w+(?:\.\w+)?|\bunittest\.(?:skip|expected)\w*"
-    r"|\b(?:setup|teardown)_(?:class|method|function|module)\b"
-    r"|(?:pytest|unittest) import .*\b(?:fixture|mark|skip\w*|expectedFailure)\b"
+    r"\bpytest\.(?!raises|approx|fail|param|mark|main|warns|fixture(?:\(\)|\(scope=''\))?\s*\n)\w+|\busefixtures\b"
+    r"|import .*\bfixture\b|\bindirect="
 )
 # What looks into the code, replaces a part of it, or catches what it warns or logs.
 _UNCROSSED = re.compile(
     r"""^[ ]*(?:import|from)[ ].*\b(mock|asyncio|threading|concurrent|subprocess|multiprocessing|tempfile|sqlite3)\b
     |^[ ]*(?:import|from)[ ].*\b(inspect|importlib|shutil)\b
-    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_std(?:out|err)|catch_warnings|warns|assertWarns|assertLogs|await)\b
+    |\b(monkeypatch|mocker|cap(?:sys|fd|log)|recwarn|redirect_stderr|catch_warnings|warns|assertWarns|assertLogs|await)\b
     |\b((?:read|write)_(?:text|bytes)|os\.(?:environ|chdir|mkdir|makedirs|remove)|setrecursionlimit)\b
-    |(?<![\w.])(?<!def[ ])(open\(|(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
+    |(?<![\w.])(?<!def[ ])(open\(|(?!sys\.stdout)(?:sys|builtins|os|time|random|datetime)\.\w+[ ]*=(?!=))
     |\A(?!(?s:.*)random\.(?!seed))(?s:.*)\b(random\.seed)\b""",
     re.MULTILINE | re.VERBOSE,
 )
@@ -167,8 +169,8 @@ def _roots(nodes: Iterable[ast.AST]) -> set[str]:
 def read_tests(tests: Any, row: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
     r"""A row's tests: texts of Python, or pairs of what a program reads and what it has to print; [] without tests.
 
-    `row`: its columns, of which one of `TEST_COLUMNS` may name the function that tests call. Raises TestsError with
-    what was found.
+    `row`: its columns, of which one of `TEST_COLUMNS` names the function that tests without a name call, if any does:
+    else that is the last one of the code. Raises TestsError with what was found.
 
     >>> read_tests('{"input": ["2"], "output": [["4", "5"]]}', {}), read_tests("assert f(2) == 4", {})
     ([('2', '4\n5')], ['assert f(2) == 4'])
@@ -205,51 +207,53 @@ def _listed(tests: Any) -> list[Any]:
     if not isinstance(tests, dict):
         raise _unread(f"of type {type(tests).__name__}: {excerpt(tests, 60)}")
     test = {_KEYS.get(key, key): value for key, value in tests.items() if value is not None}
-    if asserts := test.get("assert_case"):
-        return _listed(asserts)
     given, wanted = test.get("input"), test.get("output")
-    if not (isinstance(given, list) and isinstance(wanted, list)) or "testtype" in test:
+    is_one = isinstance(test.get("testtype"), str) or (given == [] and "assert_case" in test)
+    if is_one or not (isinstance(given, list) and isinstance(wanted, list)):
         return [test] if test else []
     if len(given) != len(wanted):
         raise _unread(f"{len(given)} inputs and {len(wanted)} outputs")
-    return [test | {"input": read, "output": shown} for read, shown in zip(given, wanted, strict=True)]
+    several = {key for key, value in test.items() if isinstance(value, list) and len(value) == len(given)}
+    rows = [{key: item[index] if key in several else item for key, item in test.items()} for index in range(len(given))]
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
 def _read_test(test: dict[str, Any], row: Mapping[str, Any]) -> list[Any]:
+    if asserts := test.get("assert_case") or test.get("assert"):
+        return _listed(asserts)
     if not {"input", "output"} <= test.keys():
         raise _unread(f"dicts with the keys {', '.join(map(str, test)) or 'none'}")
     given, wanted, kind = test["input"], test["output"], test.get("testtype")
-    kind = _KINDS.get(str(kind), kind)
-    if kind not in (None, "stdin", "functional"):
+    if isinstance(kind, list | dict) or kind not in _KINDS:
         raise _unread(f"of the type {excerpt(kind, 60)}")
-    names_function = any(source.get(key) for source in (test, row) for key in ("fn_name", "func_name"))
-    if kind == "stdin" or (kind is None and not names_function):
+    if not (_KINDS[kind] or (kind is None and any(source.get(key) for source in (test, row) for key in _NAMES[:2]))):
         return [(_lines(given), _lines(wanted))]
     name, is_text = _function(test, row), isinstance(given, str)
-    if not name:
-        raise _unread("calls of a function that no column names (fn_name, metadata, starter_code, entry_point)")
     try:
         if is_text:
             given, wanted = [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
         values = json.dumps(given), json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):
-        given = None
+        raise _unread(f"calls whose input and output are no JSON, a value a line: {excerpt(given, 60)}") from None
     if not isinstance(given, list):
-        raise _unread(f"calls whose input is no list, and no JSON, a value a line: {excerpt(test['input'], 60)}")
+        raise _unread(f"calls whose input is of type {type(given).__name__}, no list: {excerpt(given, 60)}")
     return [_CALL.format(name), f"assert _holds_{name}_({values[0]!r}, {values[1]!r}, {not is_text})"]
 
 
 def _function(test: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """The function that a test calls, by the test itself or by the row's columns; "" if neither names one."""
-    metadata = row.get("metadata")  # of LiveCodeBench
-    if isinstance(metadata, str):
-        with suppress(ValueError):
-            metadata = json.loads(metadata)
-    sources = (test, row, metadata if isinstance(metadata, dict) else {})
-    named = [str(source[key]) for source in sources for key in _NAMES if source.get(key)]
-    named += re.findall(r"\bdef\s+(\w+)", str(row.get("starter_code")))[-1:]
-    words = re.findall(r"\w+", named[0]) if named else []
-    return words[-1] if words else ""
+    for source in (test, row):
+        metadata = source.get("metadata")
+        if isinstance(metadata, str):
+            with suppress(ValueError):
+                metadata = json.loads(metadata)
+        for mapping in (source, metadata if isinstance(metadata, dict) else {}):
+            for name in (mapping.get(key) for key in _NAMES):
+                if words := re.findall(r"\w+", str(name)) if isinstance(name, str | list) else []:
+                    return str(words[-1])
+        if starters := re.findall(r"\bdef\s+(\w+)", str(source.get("starter_code"))):
+            return str(starters[-1])
+    return ""
 
 
 def _lines(value: Any) -> str:
@@ -264,7 +268,13 @@ class Marks(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.count, self.is_tried = 0, False
-        self.imported = set[str]()
+        self.imported, self.fixtures = set[str](), dict[str, ast.FunctionDef]()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        others = [mark for mark in node.decorator_list if not _FIXTURE.fullmatch(ast.unparse(mark))]
+        if others != node.decorator_list:
+            self.fixtures[node.name], node.decorator_list = node, others
+        return self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return self._count(_mark(node.test))
@@ -308,15 +318,21 @@ def _mark(*holds: ast.expr) -> ast.Expr:
     return ast.Expr(ast.Call(ast.Name("_mark_"), list(holds), []))
 
 
+def _last(node: ast.AST | None) -> str:
+    """The last name of `a.b(...)`."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def _asserts(node: ast.AST) -> bool:
     """Whether it is a call like self.assertEqual, np.testing.assert_allclose or pytest.raises."""
-    return isinstance(node, ast.Call) and bool(re.search(r"\b(?:raises|assert\w*)$", ast.unparse(node.func)))
+    return isinstance(node, ast.Call) and (_last(node) == "raises" or _last(node).startswith("assert"))
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     """What `jailed` needs of a row's tests: `statements` with marks, how many `asserts` are in them, the `names` that
-    the code has to define, those surely `classes`, whether it `has_tests` for a runner, and which are `called`.
+    the code has to define, and those of them that are surely `classes`.
 
     `entry`: the function that `check` (HumanEval) is called with. Raises TestsError, or UncrossedError for tests that
     reach into the code."""
@@ -335,22 +351,19 @@ def compile_tests(texts: tuple[str, ...], entry: str) -> dict[str, Any]:
     names, named = used - bound - modules, marks.imported | set(re.findall(r"\w+", entry)[:1])
     names = (names - vars(builtins).keys()) | named or names - JUDGES
     _refuse(nodes, _STRING.sub("''", source), names)
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in used:
-            _refuse_fixtures(node)
+    runs = _find_runs(tree, used, marks.fixtures)
     if not marks.count:
         raise TestsError("they assert nothing")
     if "check" in bound - used:
         if not entry:
             raise TestsError("they define check() and never call it: the rows need a column entry_point")
-        tree.body += ast.parse(f"check({entry})").body
+        runs.append(f"check({entry})")
+    nodes = list(ast.walk(tree))  # some are without their decorators now
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    classes = [name for name in sorted(names & called) if name[0].isupper() and _reads_objects(nodes)]
+    classes = [name for name in sorted(names & called) if name[0].isupper() and _are_of_objects(nodes, names)]
     statements = [f"import {name}" for name in sorted(modules)]
     statements += [ast.unparse(node) for node in tree.body if not isinstance(node, ast.Pass)]
-    has_tests = any(isinstance(node, ast.ClassDef) or getattr(node, "name", "")[:4] == "test" for node in tree.body)
-    compiled = {"statements": statements, "asserts": marks.count, "names": sorted(names), "classes": classes}
-    return compiled | {"has_tests": has_tests, "called": sorted(name for name in used if name.startswith("test"))}
+    return {"statements": statements + runs, "asserts": marks.count, "names": sorted(names), "classes": classes}
 
 
 def _without_runner(node: ast.stmt) -> list[ast.stmt]:
@@ -358,17 +371,72 @@ def _without_runner(node: ast.stmt) -> list[ast.stmt]:
     if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
         return [statement for inner in node.body for statement in _without_runner(inner)]
     is_kept = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assert)
-    return [node] if is_kept or not _RUNNER.search(ast.unparse(node)) else []
+    return [] if not is_kept and _RUNNER.search(ast.unparse(node)) else [node]
 
 
-def _refuse_fixtures(test: ast.FunctionDef) -> None:
-    """Raise for a test that wants more than its cases."""
-    marks = [ast.unparse(mark) for mark in test.decorator_list]
+def _find_runs(tree: ast.Module, used: set[str], fixtures: dict[str, ast.FunctionDef]) -> list[str]:
+    """A statement for each test that a test runner would call; those of pytest lose their decorators to it."""
+    nodes: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    runs = []
+    for name, node in nodes.items():
+        if isinstance(node, ast.FunctionDef):
+            if _is_test(node) and name not in used:
+                runs.append(_run(node, [], "", [], fixtures))
+            continue
+        methods, bases = _inherited(node, nodes)
+        tests = [method for method in methods.values() if _is_test(method, node)]
+        if any(base.endswith("TestCase") for base in bases):
+            debug = [f"{name}('{test.name}').debug()" for test in tests]
+            runs += [*_hooks(methods, name, "setUpClass"), *debug, *_hooks(methods, name, "tearDownClass")]
+        elif name.startswith("Test"):
+            before = [f"_one_ = {name}()", *_hooks(methods, "_one_", "setup_class", "setup_method", "setup")]
+            after = _hooks(methods, "_one_", "teardown_method", "teardown")
+            runs += [_run(test, before, "_one_.", after, fixtures) for test in tests]
+    return runs
+
+
+def _hooks(methods: Mapping[str, ast.FunctionDef], owner: str, *names: str) -> list[str]:
+    hooks = [methods[name] for name in names if name in methods]
+    return [f"{owner}.{hook.name}({'None' if len(hook.args.args) > 1 else ''})" for hook in hooks]
+
+
+def _inherited(node: ast.ClassDef, nodes: Mapping[str, Any]) -> tuple[dict[str, ast.FunctionDef], list[str]]:
+    """The methods of a class of the tests, and all its bases, those among the tests included."""
+    methods: dict[str, ast.FunctionDef] = {}
+    bases = list(map(ast.unparse, node.bases))
+    for base in filter(None, map(nodes.get, bases)):
+        inner = _inherited(base, nodes)
+        methods, bases = inner[0] | methods, bases + inner[1]
+    return methods | {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}, bases
+
+
+def _is_test(test: ast.FunctionDef, *around: ast.ClassDef) -> bool:
+    decorators = [*test.decorator_list, *(decorator for node in around for decorator in node.decorator_list)]
+    marks = " ".join(map(ast.unparse, decorators))
+    return test.name.startswith("test") and not re.search("skip|xfail|expectedFailure", marks)
+
+
+def _run(test: ast.FunctionDef, before: list[str], owner: str, after: list[str], fixtures: dict[str, Any]) -> str:
+    """A statement that calls a test; each case of `parametrize` has an object and fixtures of its own."""
+    marks, test.decorator_list = list(map(ast.unparse, test.decorator_list)), []
     cases = re.findall(r"\w+", " ".join(mark.partition("[")[0] for mark in marks if "parametrize" in mark))
-    names = [argument.arg for argument in test.args.args]
+    call = f"{owner}{test.name}({_arguments(test, ['self', *cases], fixtures)}**given)"
+    lines = [*before, "try:", f"    {call}", "finally:", *(f"    {line}" for line in after or ["pass"])]
+    case = [*(f"@{mark}" for mark in marks), "def _case_(**given):", *(f"    {line}" for line in lines), "_case_()"]
+    return "\n".join(case)
+
+
+def _arguments(test: ast.FunctionDef, given: list[str], fixtures: dict[str, Any]) -> str:
+    """The fixtures of the tests' own that a test or a fixture is called with, a fresh one each time."""
+    text, names = "", [argument.arg for argument in test.args.args]
     for name in names[: len(names) - len(test.args.defaults)]:
-        if name not in ("self", *cases):
+        if name not in (*given, *fixtures):
             raise TestsError(LACKS.format(f"pytest's fixture {name}"))
+        if name not in given:
+            call = f"{name}({_arguments(fixtures[name], ['self'], fixtures)})"
+            yields = any(isinstance(node, ast.Yield) for node in ast.walk(fixtures[name]))
+            text += f"{name}=next({call}), " if yields else f"{name}={call}, "
+    return text
 
 
 def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
@@ -382,16 +450,28 @@ def _refuse(nodes: list[ast.AST], text: str, names: set[str]) -> None:
     if uses:
         raise UncrossedError(f"they use {uses[0].rstrip('( =')}, and the code is in a process of its own")
     if lacking := _LACKING.search(text):
-        raise TestsError(LACKS.format(lacking[0]))
+        raise TestsError(LACKS.format(lacking[0].rstrip("=")))
 
 
-def _reads_objects(nodes: list[ast.AST]) -> bool:
-    """Whether tests read an attribute that no value of Python's own has: MBPP has functions with a class's name."""
+def _are_of_objects(nodes: list[ast.AST], names: set[str]) -> bool:
+    """Whether tests show that names like `Money` are classes: by an attribute that no value of Python's own has, a test
+    of a type, or one operator on two of them. MBPP has functions with such names, too."""
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
-    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr not in PLAIN]
-    bases = {ast.unparse(node.value) for node in read} - {"self"}
-    return any(base.partition(".")[0] not in modules for base in bases)
+    for node in nodes:
+        whole = node.args[-1] if isinstance(node, ast.Call) and node.args else node
+        inner = [] if isinstance(whole, ast.Module | ast.stmt) else list(ast.walk(whole))
+        used = [part.id for part in inner if isinstance(part, ast.Name) and part.id in names and part.id[0].isupper()]
+        if isinstance(node, ast.Attribute) and node.attr not in PLAIN:
+            base = ast.unparse(node.value)
+            is_shown = base != "self" and base.partition(".")[0] not in modules
+        elif isinstance(node, ast.Call):
+            is_shown = bool(used) and bool(re.search("sinstance|subclass", _last(node)))
+        else:
+            is_shown = len(used) > len(set(used))
+        if is_shown:
+            return True
+    return False
 
 
 def find_row_faults(rows: Iterable[tuple[int, Any, Mapping[str, Any]]]) -> dict[tuple[bool, str], list[int]]:

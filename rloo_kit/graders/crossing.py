@@ -1,13 +1,15 @@
-"""How tests ask the code that they test, another process, by a pair of pipes.
+"""How tests and the code that they test, two processes joined by pipes, work as if they were one.
 
-Plain values cross as copies; what a call changes in the containers it is given comes back with its answer. Of any other
-object a number crosses, and the other end has a stand-in for it (`mirrors`). So no expected value ever is where the
-code is. Standard library only.
+The tests ask, the code answers (`Link`). Plain values cross as copies; containers are kept equal on both ends; of any
+other object its number crosses, and the tests hold an instance of a class that mirrors the object's (`mirrors`). So
+no expected value ever is where the code is. Standard library only.
 """
 
 from __future__ import annotations
 
 import functools
+import io
+import itertools
 import json
 import operator
 import sys
@@ -19,20 +21,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 LONGEST = 16 * 2**20  # bytes of a message
-SEQUENCES = ("list", "tuple", "set", "frozenset")
-MAPPINGS = ("dict", "collections.OrderedDict", "collections.Counter")
-TIMES = [f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta", "timezone")]
-ARGUMENTS: dict[str, Callable[[Any], Any]] = {  # of the type, for an equal value
-    **dict.fromkeys(("bytes", "bytearray"), lambda value: [value.decode("latin-1"), "latin-1"]),
+MADE_OF: dict[str, Callable[[Any], Any]] = {  # values that cross as their type's name and what makes an equal one
+    **dict.fromkeys(("tuple", "frozenset"), list),
+    "bytes": lambda value: [value.decode("latin-1")],
     "complex": lambda value: [value.real, value.imag],
-    "collections.deque": lambda value: [list(value), value.maxlen],
-    "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
-    **dict.fromkeys(
-        ("range", "slice", "fractions.Fraction", "decimal.Decimal", *TIMES), lambda value: value.__reduce__()[1]
-    ),
 }
-COPIED = (*SEQUENCES, *MAPPINGS, *ARGUMENTS)
-CHANGING = ("list", "set", "bytearray", "collections.deque", "collections.defaultdict", *MAPPINGS)
+TIMES = [f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta", "timezone")]
+REDUCED = ("range", "slice", "fractions.Fraction", "decimal.Decimal", *TIMES, "pathlib.PosixPath")
+MADE_OF |= dict.fromkeys(REDUCED, lambda value: value.__reduce__()[1])
+OPTIONS = {"collections.deque": "maxlen", "collections.defaultdict": "default_factory"}
+ARRAY = "numpy.ndarray"
+DICTS = ("dict", "collections.OrderedDict", "collections.defaultdict", "collections.Counter")
+CONTAINERS = ("list", "set", "bytearray", "collections.deque", *DICTS, ARRAY)
+# A mirror is a subclass of one of these.
+BASES = ("int", "float", "complex", "str", "bytes", "tuple", "frozenset", *CONTAINERS)
+SHARED = ("", "collections", "fractions", "decimal", "datetime", "pathlib")  # modules whose classes both ends have
 
 
 class Gone(Exception):
@@ -49,141 +52,154 @@ def resolve(name: str) -> Any:
 
 
 @functools.cache
-def name_of_type(kind: Any) -> str:
-    """A class's or function's name with its module's, which builtins are without; "" if that does not lead to it."""
+def name_of_type(kind: type) -> str:
+    """A class's name with its module's, which builtins are without; "" if it cannot be found by that."""
     with suppress(Exception):
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         return name if resolve(name) is kind else ""
     return ""
 
 
-def name_of(value: Any) -> str:
-    kind: Any = type(value)
-    return name_of_type(kind)
+def base_of(kind: type) -> Any:
+    """The first builtin class with content of its own that a class inherits from: of BASES, or an exception."""
+    for base in kind.__mro__:
+        if name_of_type(base) in BASES or (base.__module__ == "builtins" and issubclass(base, BaseException)):
+            return base
+    return None
 
 
-def is_standard(name: str) -> bool:
-    return name.rpartition(".")[0].partition(".")[0] in {"", *sys.stdlib_module_names} - {"__main__"}
+def is_container(kind: type) -> bool:
+    return name_of_type(base_of(kind) or object) in CONTAINERS
 
 
-def parts_of(name: str, value: Any) -> list[Any]:
-    """What an equal value is made of."""
-    if name in SEQUENCES:
-        return list(value)
-    if name in MAPPINGS:
-        return [part for pair in value.items() for part in pair]
-    return list(ARGUMENTS[name](value))
+def array_of(kind: str, shape: Any, text: str) -> Any:
+    return resolve("numpy.frombuffer")(text.encode("latin-1"), kind).reshape(shape).copy()
 
 
-def make(name: str, parts: list[Any]) -> Any:
-    kind = resolve(name)
-    if name in SEQUENCES:
-        return kind(parts)
-    return kind(dict(zip(parts[::2], parts[1::2], strict=True))) if name in MAPPINGS else kind(*parts)
+def parts_of(array: Any) -> list[Any]:
+    if array.dtype.kind not in "biufcSUmM":
+        raise Uncrossed("an array of objects cannot cross")
+    return [array.dtype.str, list(array.shape), array.tobytes().decode("latin-1")]
 
 
-class Copies:
-    """The containers that have crossed in one question and its answer, in the order in which both ends count them."""
+def pairs_of(base: Any, value: Any) -> list[Any]:
+    if name_of_type(base) == "collections.OrderedDict":
+        return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
+    return list(dict.items(value))
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self.places: dict[int, int] = {}
-        self.parts: list[list[Any]] = []
 
-    def add(self, name: str, value: Any) -> None:
-        if name in CHANGING:
-            self.places[id(value)] = len(self.values)
-            self.values.append(value)
-            self.parts.append(parts_of(name, value))
+def items_of(value: Any) -> Any:
+    """What a container holds, one after the other, without a call of the code's."""
+    base = base_of(type(value))
+    if name_of_type(base) == ARRAY:
+        return value.tobytes()
+    if issubclass(base, dict):
+        return [item for pair in pairs_of(base, value) for item in pair]
+    return [*base.__iter__(value)]
 
-    def changed(self) -> list[tuple[int, list[Any]]]:
-        """The places and the parts of those that are not what they were."""
-        now = [parts_of(name_of(value), value) for value in self.values]
-        return [
-            (place, parts)
-            for place, (parts, old) in enumerate(zip(now, self.parts, strict=True))
-            if len(parts) != len(old) or any(map(operator.is_not, parts, old))
-        ]
+
+def fill(value: Any, items: list[Any]) -> None:
+    """Give a container other content, whatever its subclass makes of its methods."""
+    base = base_of(type(value))
+    if name_of_type(base) == ARRAY:
+        value[...] = array_of(*items)
+        return
+    base.clear(value)
+    if issubclass(base, dict):
+        for key, item in items:
+            base.__setitem__(value, key, item)
+    elif base is set:
+        base.update(value, items)
+    else:
+        base.extend(value, items)
 
 
 class Link:
-    """One end of the pipes. `owned`: objects that cross by number; `stand_ins`: what the tests have of them."""
+    """One end of the pipes. `objects` are what both ends know, by number; `seen`: what containers held at the last
+    message, so that a change crosses with the next one."""
 
-    describe: Callable[[Any, Copies], Any]  # each end has its own
-    stand_in: Callable[..., Any]
+    encode_other: Callable[[Any], Any]  # each end has its own
+    decode_other: Callable[[str, Any], Any]
+    operate: Callable[..., Any]  # do what the other end asks for
 
-    def __init__(self, source: Any, sink: Any) -> None:
-        self.source, self.sink = source, sink
-        self.owned: list[Any] = []
+    def __init__(self, source: Any, sink: Any, first: int) -> None:
+        self.source, self.sink, self.fresh = source, sink, itertools.count(first, 2)
+        self.objects: dict[int, Any] = {0: []}
         self.numbers: dict[int, int] = {}
-        self.stand_ins: dict[int, Any] = {}
-        self.foreign: dict[int, int] = {}
+        self.seen: dict[int, Any] = {}
+        self.unused = sys.getrefcount(self.objects[0])
 
-    def encode(self, value: Any, copies: Copies) -> Any:
+    def add(self, value: Any, number: int | None = None) -> int:
+        number = next(self.fresh) if number is None else number
+        self.objects[number], self.numbers[id(value)] = value, number
+        if is_container(type(value)):
+            self.seen[number] = None
+        return number
+
+    def forget(self, number: int) -> None:
+        self.numbers.pop(id(self.objects.pop(number, None)), None)
+        self.seen.pop(number, None)
+
+    def content(self, value: Any) -> list[Any]:
+        base = base_of(type(value))
+        if name_of_type(base) == ARRAY:
+            return parts_of(value)
+        if issubclass(base, dict):
+            return [[self.encode(key), self.encode(item)] for key, item in pairs_of(base, value)]
+        return [self.encode(item) for item in list(base.__iter__(value))]
+
+    def contained(self, value: Any) -> list[Any]:
+        """What makes an equal container: a longest length or a factory, and the content."""
+        base = base_of(type(value))
+        option: Any = OPTIONS.get(name_of_type(base))
+        return [self.encode(getattr(base, option).__get__(value)) if option else None, self.content(value)]
+
+    def encode(self, value: Any) -> Any:
         kind: Any = type(value)
         if value is None or kind in (bool, float, str):
             return value
         if kind is int:
             return value if value.bit_length() < 10_000 else {"int": hex(value)}
-        if (number := self.foreign.get(id(value))) is not None:
-            return {"yours": number}
-        if (place := copies.places.get(id(value))) is not None:
-            return {"same": place}
+        if (number := self.numbers.get(id(value))) is not None:
+            return {"same": number}
         name = name_of_type(kind)
-        if name in COPIED:
-            data = {name: [self.encode(part, copies) for part in parts_of(name, value)]}
-            copies.add(name, value)
-            return data
-        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-            return self.encode(value.item(), copies)
+        if name in MADE_OF:
+            return {name: [self.encode(part) for part in MADE_OF[name](value)]}
+        if name in CONTAINERS:
+            return {name: [self.add(value), *self.contained(value)]}
+        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+            return {"numpy": parts_of(value)}
         if value is NotImplemented or value is Ellipsis:
             return {"shared": str(value)}
-        if issubclass(kind, type) and (shared := name_of_type(value)) and is_standard(shared):
-            return {"shared": shared}
-        if issubclass(kind, BaseException) and name and is_standard(name):
-            return {"error": [name, *(self.encode(part, copies) for part in value.args)]}
-        if id(value) in self.numbers:
-            return {"mine": [self.numbers[id(value)]]}
-        description = self.describe(value, copies)
-        if isinstance(description, dict):
-            return description
-        self.numbers[id(value)] = len(self.owned)
-        self.owned.append(value)
-        return {"mine": [self.numbers[id(value)], *description]}
+        if isinstance(value, BaseException) and name and kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+            return {"error": [name, *map(self.encode, value.args)]}
+        return self.encode_other(value)
 
-    def decode(self, data: Any, copies: Copies) -> Any:
+    def decode(self, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         [(name, payload)] = data.items()
+        if name == "same":
+            return self.known(payload)
         if name == "int":
             return int(payload, 16)
-        if name == "yours":
-            return self.owned[payload]
-        if name == "same":
-            return copies.values[payload]
-        if name == "shared":
-            return self.shared(payload)
-        if name == "mine":
-            number, *description = payload
-            if number not in self.stand_ins:
-                value = self.stand_in(*(self.decode(part, copies) for part in description))
-                self.stand_ins[number], self.foreign[id(value)] = value, number
-            return self.stand_ins[number]
-        parts = [self.decode(part, copies) for part in payload]
+        if name == "bytes":
+            return payload[0].encode("latin-1")
+        if name in MADE_OF:
+            parts = [self.decode(part) for part in payload]
+            return resolve(name)(parts) if name in ("tuple", "frozenset") else resolve(name)(*parts)
+        if name in CONTAINERS:
+            return self.contain(resolve(name), *payload)
+        if name == "numpy":
+            return array_of(*payload)[()]
         if name == "error":
-            return self.raised(*parts)
-        if name not in COPIED:
-            raise ValueError(name)
-        value = make(name, parts)
-        copies.add(name, value)
-        return value
-
-    def shared(self, name: str) -> Any:
-        return resolve(name)
+            return self.raised(*map(self.decode, payload))
+        return self.decode_other(name, payload)
 
     def raised(self, name: str, *args: Any) -> BaseException:
         """An exception of the standard library's."""
-        kind = resolve(name) if is_standard(name) else None
+        is_standard = name.rpartition(".")[0].partition(".")[0] in {"", *sys.stdlib_module_names}
+        kind = resolve(name) if is_standard else None
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise ValueError(name)
         error = kind.__new__(kind, *args)
@@ -191,62 +207,161 @@ class Link:
             kind.__init__(error, *args)
         return error
 
-    def send(self, kind: str, given: Any, copies: Copies) -> None:
+    def contain(self, kind: Any, number: int, option: Any, items: list[Any]) -> Any:
+        base = base_of(kind)
+        value = array_of(*items) if name_of_type(base) == ARRAY else base.__new__(kind)
+        if name := OPTIONS.get(name_of_type(base)):
+            base.__init__(value, *([] if name == "default_factory" else [()]), self.decode(option))
+        self.add(value, number)
+        fill(value, self.decode_all(items))
+        return value
+
+    def decode_all(self, items: list[Any]) -> list[Any]:
+        return [tuple(map(self.decode, item)) if isinstance(item, list) else self.decode(item) for item in items]
+
+    def known(self, number: int) -> Any:
+        return self.objects[number]
+
+    def printed(self) -> str:
+        """What the code has printed since the last message."""
+        return ""
+
+    def settle(self) -> None:
+        for number in [number for number, items in self.seen.items() if items is None]:
+            self.seen[number] = items_of(self.objects[number])
+
+    def send(self, kind: str, *given: Any) -> None:
+        known, changes, dropped = set(self.objects), [], []
         try:
-            changes = [[place, [self.encode(part, copies) for part in parts]] for place, parts in copies.changed()]
-            message = json.dumps([kind, changes, self.encode(given, copies)]).encode() + b"\n"
-        except RecursionError:
-            raise Uncrossed("a value is nested too deep to cross") from None
+            encoded = [self.encode(value) for value in given]
+        except BaseException as error:  # nothing crosses
+            for number in self.objects.keys() - known:
+                self.forget(number)
+            if isinstance(error, RecursionError):
+                raise Uncrossed("a value is nested too deep to cross") from None
+            raise
+        for number in [number for number in known & self.seen.keys() if self.seen[number] is not None]:  # being decoded
+            value = self.objects[number]
+            items = items_of(value)
+            if len(items) != len(self.seen[number]) or any(map(operator.is_not, items, self.seen[number])):
+                changes.append([number, self.content(value)])
+                self.seen[number] = items
+            del value, items
+            stored: Any = type(self.objects[number])
+            if name_of_type(stored) in CONTAINERS and sys.getrefcount(self.objects[number]) <= self.unused:
+                dropped.append(number)  # so that tests in a loop do not collect what nobody reads any more
+                self.forget(number)
+        message = json.dumps([kind, encoded, changes, dropped, self.printed()]).encode() + b"\n"
         if len(message) > LONGEST:
             raise Uncrossed("a value is too long to cross")
         self.sink.write(message)
         self.sink.flush()
+        self.settle()
 
     def receive(self) -> list[Any]:
-        kind, changes, data = json.loads(self.source.readline(LONGEST))
-        return [kind, changes, data]
+        kind, given, changes, dropped, printed = json.loads(self.source.readline(LONGEST))
+        values = [self.decode(value) for value in given]
+        for number, items in changes:
+            fill(self.objects[number], self.decode_all(items))
+            self.seen[number] = None
+        self.settle()
+        for number in dropped:
+            self.forget(number)
+        sys.stdout.write(printed)
+        return [kind, *values]
+
+    def ask(self, *request: Any) -> Any:
+        """What the other end gives; raises what it raises. It may ask in return before it answers."""
+        self.send("ask", *request)
+        while True:
+            kind, *values = self.receive()
+            if kind == "value":
+                return values[0]
+            if kind == "raise":
+                raise values[0] from values[1]
+            self.answer(*values)
+
+    def answer(self, *request: Any) -> None:
+        try:
+            self.send("value", self.operate(*request))
+        except (Gone, Uncrossed):
+            raise
+        except BaseException as error:
+            self.send("raise", error, error.__cause__)
 
 
 class CodeEnd(Link):
     """The end of the code's process, which does what the tests ask for."""
 
     def __init__(self, source: Any, sink: Any, solution: Any) -> None:
-        super().__init__(source, sink)
-        self.solution = solution
+        super().__init__(source, sink, 2)
+        self.solution, self.shown = solution, io.BytesIO()
+        sys.stdout = io.TextIOWrapper(self.shown, "utf-8", write_through=True)
 
-    def serve(self) -> None:
-        with suppress(ValueError):  # the tests have ended
-            while True:
-                self.answer(self.receive()[2])
+    def printed(self) -> str:
+        text = b""
+        with suppress(ValueError):  # the code has closed it
+            text = self.shown.getvalue()
+            self.shown.seek(0)
+            self.shown.truncate()
+        return text.decode(errors="replace")
 
-    def answer(self, data: Any) -> None:
-        copies = Copies()
+    def answer(self, *request: Any) -> None:
         try:
-            kind, given = "value", self.operate(*self.decode(data, copies))
-        except BaseException as error:
-            kind, given = "raise", error
-        try:
-            self.send(kind, given, copies)
+            super().answer(*request)
         except Uncrossed as error:
-            self.send("uncrossed", str(error), Copies())
+            self.send("uncrossed", str(error))
 
-    def describe(self, value: Any, copies: Copies) -> list[Any]:
-        """Whether an object is of a class of the code's; of exceptions also what makes one that tests can catch."""
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return [True, value.__name__, self.encode(value.__bases__, copies)]
-        if isinstance(value, BaseException):
-            return [True, self.encode(type(value), copies), self.encode(value.args, copies)]
-        return [type(value).__module__ != "builtins"]
+    def encode_class(self, kind: type) -> Any:
+        if (number := self.numbers.get(id(kind))) is not None:
+            return {"same": number}
+        number, bases = self.add(kind), [base for base in kind.__bases__ if base is not object]
+        parents = [
+            {"shared": name_of_type(base)} if base_of(base) is base else self.encode_class(base) for base in bases
+        ]
+        members = [name for name, value in vars(kind).items() if value is not None]
+        return {"class": [number, kind.__module__, kind.__qualname__, parents, members]}
+
+    def encode_other(self, value: Any) -> Any:
+        if isinstance(value, type):
+            name = name_of_type(value)
+            return {"shared": name} if name and name.rpartition(".")[0] in SHARED else self.encode_class(value)
+        base, made = base_of(type(value)), None
+        kind, number = self.encode_class(type(value)), self.add(value)
+        if base is not None and issubclass(base, BaseException):
+            made = [self.encode(argument) for argument in value.args]
+        elif is_container(type(value)):
+            made = self.contained(value)
+        elif base is not None:
+            plain = frozenset(base.__iter__(value)) if base is frozenset else base(*base.__getnewargs__(value))
+            made = self.encode(plain)
+        return {"object": [number, kind, made]}
+
+    def decode_other(self, name: str, given: Any) -> Any:
+        if name == "shared":
+            return resolve(given)
+
+        def function(*args: Any, **named: Any) -> Any:
+            return self.ask("call", made, args, tuple(named.items()))
+
+        made: Any = function
+        function.__name__ = function.__qualname__ = given[1]
+        function.__doc__ = given[2]
+        if name == "iterator":
+            made = iter(lambda: self.ask("next", made), function)
+        self.add(made, given[0])
+        return made
 
     def operate(self, operation: str, *given: Any) -> Any:
         if operation == "run":
             exec(compile(given[0], "solution.py", "exec"), vars(self.solution))
             return self.solution
-        if operation == "is every object's":
-            value, name = given
-            return getattr(type(value), name, None) is getattr(object, name, None)
         if operation == "special":
-            value, name, other = given
-            return getattr(type(value), name, lambda *_: NotImplemented)(value, other)
+            value, name, args = given
+            if name == "__getitem__":
+                return value[args[0]]
+            if not hasattr(type(value), name):
+                raise TypeError(f"{type(value).__name__} has no {name}")
+            return getattr(type(value), name)(value, *args)
         function, args, named = given
-        return (resolve(function) if type(function) is str else function)(*args, **named)
+        return (resolve(function) if type(function) is str else function)(*args, **dict(named))

@@ -1,11 +1,8 @@
 """What tests use of pytest, in the jail of `code_reward`: there it is the module `pytest`."""
 
 import builtins
-import functools
 import re
-import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 
@@ -52,17 +49,26 @@ class approx:
         return most != float("inf") and bool(builtins.abs(actual - expected) <= most)
 
 
-class mark:
-    @staticmethod
-    def parametrize(names: Any, values: Any, **_: Any) -> Any:
+class _Mark:
+    def parametrize(self, names: Any, values: Any, **_: Any) -> Any:
         titles = [title.strip() for title in names.split(",")] if isinstance(names, str) else list(names)
-        rows = [value if len(titles) > 1 or isinstance(value, param) else (value,) for value in values]
 
-        def decorate(function: Any) -> Any:
-            function.cases = [case | dict(zip(titles, row, strict=True)) for row in rows for case in cases_of(function)]
-            return function
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **named: Any) -> None:
+                for value in values:
+                    parts = value if len(titles) > 1 or isinstance(value, param) else (value,)
+                    try:
+                        function(*args, **named, **dict(zip(titles, parts, strict=True)))
+                    except Exception:
+                        function.__globals__["_mark_"](False)  # and the next case runs
+
+            run.__globals__["_mark_"] = function.__globals__["_mark_"]  # of a decorator above this one
+            return run
 
         return decorate
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **_: given[0] if len(given) == 1 and callable(given[0]) else lambda function: function
 
 
 class param(tuple[Any, ...]):
@@ -74,27 +80,4 @@ def fail(reason: str = "") -> None:
     raise AssertionError(reason)
 
 
-def cases_of(test: Any) -> list[dict[str, Any]]:
-    """The arguments that a test is called with, each time."""
-    return getattr(test, "cases", [{}])
-
-
-def find_tests(space: dict[str, Any], called: list[str]) -> list[Callable[[], Any]]:
-    """A call for each test among the tests' own names, and each of its cases, but of those that are called already."""
-    calls: list[Callable[[], Any]] = []
-    case_class = getattr(sys.modules.get("unittest"), "TestCase", ())
-    for name, value in list(space.items()):
-        is_class = type(value) is type and value.__module__ == "__main__"
-        methods = [method for method in dir(value) if method.startswith("test")] if is_class else []
-        if type(value) is FunctionType and name.startswith("test") and name not in called:
-            calls += [functools.partial(value, **case) for case in cases_of(value)]
-        elif is_class and issubclass(value, case_class):
-            calls += [value.setUpClass, *(value(method).debug for method in methods), value.tearDownClass]
-        elif is_class and name.startswith("Test"):
-            for method in methods:
-                calls += [functools.partial(_call, value, method, case) for case in cases_of(getattr(value, method))]
-    return calls
-
-
-def _call(kind: Any, method: str, case: dict[str, Any]) -> None:
-    getattr(kind(), method)(**case)
+mark = _Mark()

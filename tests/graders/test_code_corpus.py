@@ -24,27 +24,8 @@ pytestmark = pytest.mark.slow
 TEXTS = ("mbpp", "humaneval", "leetcode", "kodcode", "classeval")
 # Tasks of which right answers are not scored, with the reason.
 UNSCORED: dict[str, str] = {
-    "printed": "the tests catch what the code prints",
     "logs_lines": "the tests replace a part of the code's process with unittest.mock",
-    **dict.fromkeys(("functions_given", "observer"), "the tests hand the code a function of their own"),
     "tests_own_objects": "the tests hand the code an object of a class of their own",
-    "pipeline": "the tests hand the code an iterator",
-    "array_argument": "the tests hand the code an array",
-    **dict.fromkeys(("book", "version_order"), "dataclasses.asdict and replace look into an object of the code's"),
-    "pages": "the tests match an object of the code's against its class",
-    "own_errors": "the tests read __cause__ of the code's exception",
-    **dict.fromkeys(
-        ("context_managers", "decorators", "events_calendar", "keeps_its_list", "singleton", "group_default"),
-        "the tests change, or know again, a container that the code gave out and keeps",
-    ),
-    "ordered": "a subclass of OrderedDict is compared by its content alone",
-    **dict.fromkeys(
-        ("range_like", "sets_of_own"), "an operator gets a plain value, and no attribute shows that the name is a class"
-    ),
-    **dict.fromkeys(
-        ("point_tuple", "levels_and_flags", "immutable_children"), "a plain value meets a child of a type of Python's"
-    ),
-    "array_results": "the tests look at an array's type and shape",
 }
 
 

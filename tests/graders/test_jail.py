@@ -241,7 +241,7 @@ def leave_early(jail: Jail, place: Path) -> None:
         "def f(): exit(0)",
         "import os\ndef f(): os._exit(0)",
         "import os\nos.closerange(0, 64)\ndef f(): return 0",
-        'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"value": 1.0}\\n["value", [], true]\\n\')\n'
+        'import os\nfor n in range(64):\n    try: os.write(n, b\'{"value": 1.0}\\n["value", [true], [], [], ""]\\n\')\n'
         "    except OSError: pass\nos._exit(0)",
     ):
         assert score(jail, code) == 0.0, code
@@ -365,16 +365,17 @@ LINK = "import gc, json\ndef link(): return next(one for one in gc.get_objects()
 def forge_messages(jail: Jail, place: Path) -> None:
     """messages of its own on the pipe: values in advance, exceptions that are functions, changes, classes, questions"""
     lines = [
-        ["value", [], True],
-        ["value", [], {"error": ["exec", "import os; os.write(3, b'{}')"]}],
-        ["value", [], {"shared": "os.system"}],
-        ["value", [[number, [1]] for number in range(9)], 0],
-        ["value", [], {"mine": [99, False]}],
-        ["value", [], {"yours": 0}],
-        ["ask", [], {"tuple": ["call", {"shared": "int"}, {"tuple": []}, {"dict": []}]}],
-        ["uncrossed", [], "it"],
-        ["raise", [], {"error": ["SystemExit", 0]}],
-        ["raise", [], 0],
+        ["value", [True], [], [], ""],
+        ["value", [{"error": ["exec", "import os; os.write(3, b'{}')"]}], [], [], ""],
+        ["value", [{"shared": "os.system"}], [], [], ""],
+        ["value", [0], [[number, [1]] for number in range(9)], [*range(9)], ""],
+        ["value", [{"object": [99, {"class": [98, "builtins", "int", [], ["__eq__"]]}, None]}], [], [], ""],
+        ["value", [{"object": [99, {"class": [98, "", "X", [{"shared": "type"}], ["__eq__"]]}, None]}], [], [], ""],
+        ["value", [{"same": 1}], [], [], ""],
+        ["ask", ["next", {"same": 1}], [], [], ""],
+        ["uncrossed", ["it"], [], [], ""],
+        ["raise", [{"error": ["SystemExit", 0]}, None], [], [], ""],
+        ["raise", [0, None], [], [], ""],
     ]
     for line in lines:
         sent = f"link().sink.write(json.dumps({line!r}).encode() + b'\\n'); link().sink.flush()"
