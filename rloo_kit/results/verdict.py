@@ -27,7 +27,6 @@ from rloo_kit.runs.files import is_number, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.reader import RunReader
 from rloo_kit.system.console import fill_text, plain_prompt
-from rloo_kit.system.problems import errors_of
 
 Kind = Literal["learnt", "no evidence", "no signal", "broken", "gamed"]
 EARLY = "early"  # `TrainResult.stopped` of a run that eval.patience stopped
@@ -230,7 +229,7 @@ class _Facts:
         self.change = change = self.change_of(*shared_measures(before, after))
         self.solved = self._describe_solved()
         lasting = {finding.name: finding for finding in result.lasting}
-        errors = errors_of(result.lasting)
+        errors = [finding for finding in result.lasting if finding.level == "error"]
         blind = next((finding for name in NO_SIGNAL for finding in errors if finding.name == name), None)
         alarm = next((finding for finding in errors if finding.name not in BY_SUCCESS), None)
         broken, first = lasting.get("broken_policy"), next(iter(result.lasting), None)
