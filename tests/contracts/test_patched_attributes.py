@@ -20,6 +20,7 @@ PATCHED_ATTRIBUTES = {
     "gradient/scorer.py: setattr(module, name)": "for the self-check: training mode, no dropout",
     "loop/build.py: setattr(module, name)": "dropout that attentions keep as a number, which TRL leaves on",
     "loop/trainer.py: trainer._step": "TRL counts micro-steps from 0 in every process, also in a resumed run",
+    "graders/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
     "models/adapters.py: config.init_lora_weights": "for TRL's constructor: its copy would subtract PiSSA again",
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
     "models/unsloth.py: request.lora_tensors": "copies: vLLM would scale the adapter's own tensors in place",
@@ -64,9 +65,7 @@ OWN = {
     "system/console.py: module.__spec__", "tools/verifiers_env.py: tool.__doc__",
     "tools/verifiers_env.py: tool.__annotations__", "graders/jailed.py: sys.modules[name]",
     "graders/crossing.py: function.__doc__", "graders/crossing.py: function.__qualname__",
-    "graders/mirrors.py: setattr(Remote, f'__{_name}__')", "graders/mirrors.py: error.args",
-    "graders/jail_pytest.py: function.is_fixture", "graders/jail_pytest.py: function.cases",
-    "graders/jail_pytest.py: function.__unittest_skip__", "graders/code_tests.py: tree.body",
+    "graders/code_tests.py: test.decorator_list", "graders/code_tests.py: node.decorator_list",
 }  # fmt: skip
 
 

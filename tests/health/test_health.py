@@ -233,8 +233,8 @@ def test_another_cause_of_the_same_rule_is_reported_with_its_fix() -> None:
     """A judge's hiccup, and later rewards that are never scored: nothing was said, and the fix was the first one's."""
     rows = [WELL] * 2 + [WELL | {"rewards/failed_ratio": 0.3}] * 3 + [WELL] * 14 + [NONE] * 12
     watch = HealthWatch(make_context())
-    told = [finding for row in number(rows) for finding in watch.observe(row)]
-    assert [(one.name, one.level) for one in told] == [("reward_failures", "warning"), ("reward_failures", "error")]
+    reported = [finding for row in number(rows) for finding in watch.observe(row)]
+    assert [(one.name, one.level) for one in reported] == [("reward_failures", "warning"), ("reward_failures", "error")]
     (found,) = watch.findings
     assert "no completion was scored" in found.found and "data.answer_column" in found.fix and found.since == 20
 
