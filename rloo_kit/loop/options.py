@@ -208,8 +208,8 @@ def _find_generation_problems(values: Mapping[str, Any]) -> list[str]:
         instead = _INSTEAD.get(name)
         if value is None or (instead is not None and values.get(instead) == value):
             continue
-        filters = " with accept_truncated_sampling=True" if instead in ("top_p", "top_k") else ""
-        fix = "Remove it" if instead is None else f"Set {instead}={value!r}{filters} instead"
+        filters = ", with accept_truncated_sampling=True" if instead in ("top_p", "top_k") else ""
+        fix = "Remove it" if instead is None else f"Set {instead}={value!r} instead{filters}"
         problems.append(f"generation_kwargs has {name}={value!r}, which the kit's engines do not read. {fix}")
     return problems
 

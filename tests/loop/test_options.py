@@ -26,7 +26,7 @@ MINIMAL: dict[str, Any] = {
 # What only `RLOOConfig` can be given, and one of each kind of check that it shares with a file (tests/config).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a filter": ({"top_k": 50}, "^top_k is 50.*Set top_k=0; .*lower temperature, .*set accept_truncated_sampling=true"),
-    "a hidden filter": ({"generation_kwargs": {"top_p": 0.9}}, "has top_p=0.9.*Set top_p=0.9 instead"),
+    "a hidden filter": ({"generation_kwargs": {"top_p": 0.9}}, "has top_p=0.9.*Set top_p=0.9 instead, with accept_t"),
     "no dict": ({"generation_kwargs": "x"}, "generation_kwargs is 'x'; it is a dict"),
     "hidden in JSON": ({"generation_kwargs": '{"no_repeat_ngram_size": 3}'}, "has no_repeat_ngram_size=3"),
     "two temperatures": ({"generation_kwargs": {"temperature": 0.6}}, "Set temperature=0.6 instead"),
