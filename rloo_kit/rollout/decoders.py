@@ -21,6 +21,8 @@ class SlotCache:
         mask: (R, 1, 1, L) bool of the current step, True where the row may attend, its own new token included.
         is_even: all rows of the current step are equally long, so the mask is True throughout.
         length: L of the current step, at least the longest row's.
+        position_offsets: (S, 1), what each row adds to its positions, because its images take fewer positions than
+            tokens; None without images.
     """
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
@@ -31,6 +33,7 @@ class SlotCache:
         self.mask: torch.Tensor
         self.is_even = False
         self.length = 0
+        self.position_offsets: torch.Tensor | None = None
         self._positions: torch.Tensor  # (R,), on the cache's device
         self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
 
@@ -65,6 +68,8 @@ class SlotCache:
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[targets, :, :length] = rows[sources, :, :length]
+        if self.position_offsets is not None:
+            self.position_offsets[targets] = self.position_offsets[sources]
 
     def shrink(self, slots: int) -> None:
         """Keep only the first `slots`; the others are freed when the cache grows next."""
@@ -109,7 +114,13 @@ class ModuleDecoder:
         """Put each prompt's keys and values into its slots, (first, count). Padding on the right needs no mask."""
         width = max(map(len, prompts))
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
-        filled = self.model.get_decoder()(input_ids=ids, use_cache=True).past_key_values
+        filled = self.model.base_model(input_ids=ids, use_cache=True).past_key_values
+        offsets = getattr(filled, "position_offsets", None)
+        if offsets is not None and cache.position_offsets is None:
+            cache.position_offsets = offsets.new_zeros(cache.slots, 1)
+        if cache.position_offsets is not None:
+            for number, (first, count) in enumerate(slots):
+                cache.position_offsets[first : first + count] = 0 if offsets is None else offsets[number]
         for layer, states in enumerate(filled.layers):
             for number, (first, count) in enumerate(slots):
                 length = len(prompts[number])
@@ -139,6 +150,8 @@ class _StepCache:
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
+        offsets = cache.position_offsets
+        self.position_offsets = None if offsets is None else offsets[: len(cache.mask)]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: Any, **_named: Any) -> Any:
         """(R, G, 1, D) each in, (R, G, L, D) each out."""
