@@ -168,7 +168,7 @@ class ImageTokens:
         return encoded if as_dict else encoded["input_ids"]
 
     def save_pretrained(self, folder: Any, *more: Any, **options: Any) -> Any:
-        """The tokenizer's; the image processor is saved beside it."""
+        """The tokenizer's; the image processor is saved with it."""
         with suppress(DataError):
             self.vision.processor.save_pretrained(folder)
         return super().save_pretrained(folder, *more, **options)  # type: ignore[misc]
