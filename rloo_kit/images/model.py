@@ -103,7 +103,7 @@ class ImageReader:
             side = self.vision.processor.patch_size * CHECK_SIDE * self.vision.processor.merge_size
         except (AttributeError, DataError):
             return []
-        picture = read_picture(Image.linear_gradient("L").resize((side, side)))
+        picture = read_picture(Image.linear_gradient("L").resize((side, side)), None)
         refer(picture)
         return [image_id(picture.digest)] * self.vision.count(picture)
 
