@@ -131,7 +131,7 @@ def table_bytes(work: Workload) -> int:
 
 
 def tower_bytes(work: Workload) -> int:
-    """The vision tower, which is not quantised; 0 without one."""
+    """The vision tower, in the base's dtype; 0 without one."""
     return 0 if work.shape.tower is None else work.shape.tower.num_weights * work.weight_bytes
 
 
@@ -204,9 +204,8 @@ def saved_bytes_per_token(work: Workload) -> int:
         copied = sum(inputs[name] + 2 * rank for name in trained)
     else:
         copied = 2 * shape.hidden_size + inputs["o_proj"] + inputs["down_proj"] + len(trained) * rank
-    saved = (shape.num_norms * shape.hidden_size + qk_norm) * FLOAT + (
-        attention + 3 * shape.intermediate_size + copied
-    ) * size
+    norms = (shape.num_norms * shape.hidden_size + qk_norm) * FLOAT
+    saved = norms + (attention + 3 * shape.intermediate_size + copied) * size
     return int(HYBRID_SAVED * saved) if shape.is_hybrid else saved
 
 
@@ -358,7 +357,7 @@ class MemoryPart:
 def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
     """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
     sampling = {"server": _list_server, "vllm": _list_vllm}.get(work.engine, _list_sampling)
-    table = [*_list_lasting(work), *sampling(work, rows), *_list_images(work), *_list_passes(work)]
+    table = [*_list_lasting(work), *_list_images(work), *sampling(work, rows), *_list_passes(work)]
     return [MemoryPart(name, rollout / GIB, training / GIB, detail) for name, rollout, training, detail in table]
 
 
@@ -377,7 +376,6 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
     lasting = (
         ("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}"),
         ("weights: tables", table_bytes(work), tables),
-        ("weights: tower", tower_bytes(work), _describe_tower(work)),
         ("adapter", own_bytes(work), f"{trained_weights(work) / 1e6:,.4g} M in float32, r = {work.lora_rank}"),
         ("optimizer", optimizer_bytes(work), work.optim),
         ("reference", copied, f"a copy of the {work.reference}"),
@@ -388,17 +386,14 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
     yield "gradients", trained * work.keeps_gradients, trained, "float32"  # with the sums of streaming
 
 
-def _describe_tower(work: Workload) -> str:
-    count = work.shape.tower.num_weights if work.shape.tower else 0
-    return f"{count / 1e6:,.4g} M in {8 * work.weight_bytes} bits"
-
-
 def _list_images(work: Workload) -> Iterator[Row]:
-    """What images need on top of the tower's weights."""
+    """The vision tower, and what images need."""
     if (tower := work.shape.tower) is None:
         return
+    weights = tower_bytes(work)
     tokens, kept = tower.image_tokens(work.max_pixels), feature_bytes(tower, work)
     training = tower_activation_bytes(tower, work) if work.trains_tower else 0
+    yield "weights: tower", weights, weights, f"{tower.num_weights / 1e6:,.4g} M in {8 * work.weight_bytes} bits"
     yield "image features", kept, kept, "of the images of a rollout" if work.trains_tower else "kept, at most"
     yield "images", image_bytes(tower, work), training, f"at most {tokens} tokens each; one at a time in a rollout"
 
