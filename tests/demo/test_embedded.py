@@ -89,7 +89,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan):
         tokenizer, slots, "thinking", families.ADDITION, pairs, short_plan.habit, random.Random(1)
     )
     with torch.no_grad():
-        loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used))
+        loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used), {})
         logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
     kept = targets != cold_start.IGNORED
     expected = functional.cross_entropy(logits[kept], torch.tensor(used)[targets[kept]])
