@@ -9,6 +9,8 @@ PARTS = {
     "gym": "rloo_kit.tasks.gym",  # data.source: reasoning_gym/TASK
     "families": "rloo_kit.tasks.families",  # data.source: embedded/FAMILY
     "demo": "rloo_kit.demo.embedded",  # model.name: embedded/..., smollm2/...
+    "images": "rloo_kit.images.model",  # a checkpoint with a vision tower
+    "image_rows": "rloo_kit.images.rows",  # columns image, images; parts of messages that are images
     "plan": "rloo_kit.plan.planner",  # how vLLM shares the GPU
     "vllm": "rloo_kit.vllm.in_process",  # rollout.engine: vllm
     "engines": "rloo_kit.vllm.engines",  # the two `Engine`s of vLLM

@@ -10,3 +10,4 @@ MERGED_LIMIT_BYTES = 2**26  # largest float32 layers that the native engine copi
 NESTED_BLOCK = 256  # 8-bit absmax of 4-bit weights per 32-bit absmax (bitsandbytes)
 BATCHED_TOKENS = 8192  # per forward pass: vLLM's default for its class LLM on GPUs below 70 GiB
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks of adapters that vLLM offers
+FEATURE_CACHE_BYTES = 256 * 2**20  # states of images that a frozen vision tower has encoded

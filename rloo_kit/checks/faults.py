@@ -16,6 +16,7 @@ from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
 from rloo_kit.runs.folder import RunDir
+from rloo_kit.seams import part
 from rloo_kit.system.gpu import GIB
 from rloo_kit.system.input_files import looked_for, places_of
 from rloo_kit.system.problems import Problem, catching, errors_of, raise_errors
@@ -176,5 +177,6 @@ def load_tokenizer(run: RunConfig) -> Any | None:
     from rloo_kit.models.source import find_source
 
     with suppress(OSError, ValueError, BackendError):
-        return transformers.AutoTokenizer.from_pretrained(find_source(run).base)
+        base = find_source(run).base
+        return part("images").open_tokenizer(run, base, transformers.AutoTokenizer.from_pretrained(base))
     return None

@@ -85,6 +85,7 @@ class LoraSection(Section):
     target_modules: list[str] | None = key(
         None, "layers with an adapter; null: all linear layers of the blocks", min_length=1
     )
+    vision: bool = key(False, "train the vision tower too; it is frozen otherwise")
 
 
 class ModelSection(Section):
@@ -108,6 +109,7 @@ class ModelSection(Section):
         2048, "tokens of prompt and completion together", ge=16,
         follows="6144 for a Thinking model, 160 for an embedded one; more if the lengths you set need it",
     )  # fmt: skip
+    vision: bool | None = key(None, "load the vision tower; null: only if the model has no class without it (Qwen3-VL)")
     adapter: str | None = key(None, "folder of an adapter to continue")
     gradient_checkpointing: bool | Literal["unsloth"] = key(
         False, "recompute activations to save memory; unsloth also offloads them"
@@ -184,6 +186,7 @@ class DataSection(Section):
         "tokens of a prompt, template included; longer ones are left out",
         follows="a quarter of model.max_seq_length",
     )
+    max_pixels: int = key(262_144, "larger images are scaled down to it: 256 tokens of Qwen3-VL", ge=1024)
 
     @property
     def all_sources(self) -> list[str]:

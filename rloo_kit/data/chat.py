@@ -156,6 +156,11 @@ def render_prompt(
             )
         return _without_bos(tokenizer, refuse_surrogates(prompt, "the prompt"))
     messages = as_messages(prompt, system_prompt)
+    if not hasattr(tokenizer, "vision") and any(isinstance(message["content"], list) for message in messages):
+        raise DataError(
+            "the prompt has an image, and the model is loaded without a vision tower: set model.vision=true (Qwen3.5), "
+            "name a vision model in model.name (Qwen3-VL), or remove the images"
+        )
     _refuse_control_tokens(tokenizer, messages)
     options = {} if family != "hybrid" or enable_thinking is None else {"enable_thinking": enable_thinking}
     text = _apply(tokenizer, messages, **options, **({"tools": tools} if tools else {}))
@@ -222,10 +227,13 @@ def as_messages(prompt: Any, system_prompt: str | None = None) -> list[Message]:
         role, content = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"message {number} has the role {excerpt(role)}; it must be one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
+        has_images = isinstance(content, list) and any(
+            isinstance(part, dict) and part.get("type") == "image" for part in content
+        )
+        if not isinstance(content, str) and not has_images:
             problem = f"a content of type {type(content).__name__}"
             raise DataError(f"message {number} of the prompt has {problem}; it must be text")
-        if not content.strip():
+        if not has_images and not content.strip():
             raise DataError(f"message {number} of the prompt is empty")
         messages.append({key: value for key, value in message.items() if value is not None})  # Arrow fills absent keys
     if messages[-1]["role"] == "assistant":

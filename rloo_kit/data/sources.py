@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from rloo_kit import _stack
+from rloo_kit import _stack, seams
 from rloo_kit.completion import ADDED_COLUMNS
 from rloo_kit.config.checks import FILE_KINDS
 from rloo_kit.data.chat import parse_conversation
@@ -31,7 +31,7 @@ QUESTION = "question"  # the user's last message; `prompt` is the rendered templ
 USER_MESSAGE = "user_message"  # the same, where `question` is a column of the source's own
 GYM_PROMPTS, GYM_TEST_PROMPTS = 2000, 200  # if data.num_prompts is null; if data.test_size is a share
 SEED = 0  # of what is drawn and split: runs with another run.seed are compared on the same held-out prompts
-IMAGE_COLUMNS = ("image", "images")  # TRL reads columns of these names as images
+IMAGE_COLUMNS = ("image", "images")  # of a row's images, by TRL's convention
 _DECIMAL_COMMA = re.compile(r"[^\w,([{]*\d[\d.]*,\d+[^\d,)\]}]{,12}")  # with a currency or unit
 
 
@@ -140,7 +140,8 @@ def _last_question(prompt: Any) -> str | None:
     """The user's last message of a prompt (text or messages); None without one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
-    return asked[-1].get("content") if asked else None
+    content = asked[-1].get("content") if asked else None
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
 
 
 # ---- files and lists, without the stack
@@ -286,7 +287,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         if key not in taken:
             with suppress(DataError) if key in (columns.prompt, columns.answer) else nullcontext():
                 others[key] = arrow_column(key, [row.get(key) for row in rows], name)
-    return DataSource(
+    images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken}
+    source = DataSource(
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
@@ -294,6 +296,7 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         places=places,
         notes=notes,
     )
+    return _with_images(source, images)
 
 
 def _require_columns(name: str, place: str, names: list[str], columns: Columns) -> None:
@@ -310,22 +313,26 @@ def _require_columns(name: str, place: str, names: list[str], columns: Columns) 
 
 
 def _taken_columns(name: str, names: list[str], columns: Columns) -> tuple[list[str], tuple[str, ...]]:
-    """Columns that are not passed on, and notes on those that were replaced or left out. Raises DataError for columns
-    that TRL reads as images because of their name."""
+    """Columns that are not passed on, and notes on those that were replaced or left out."""
     moved = [column for column in (columns.prompt, columns.answer) if column in names]
-    for column in names:
-        if column in IMAGE_COLUMNS and column not in moved:
-            raise DataError(
-                f"{name}: column '{column}' contains images, by its name; rloo-kit trains on text. Remove the column "
-                "from the data, or rename it if it contains something else"
-            )
     hidden = [column for column in ("prompt", "answer") if column in names and column not in moved]
     refused = [column for column in TAKEN_COLUMNS if column in names and column not in moved]
     replaced = f"is replaced by the column that {columns.prefix}"
     notes = [f"{name}: column '{column}' {replaced}{column}_column names" for column in hidden]
     notes += [f"{name}: column '{column}' is left out: the trainer uses that name itself" for column in refused]
     taken = ("prompt", "answer", QUESTION, *TAKEN_COLUMNS, *IMAGE_COLUMNS) if columns.prefix == "data." else moved
-    return [*(column for column in moved if column in taken), *hidden, *refused], tuple(notes)
+    images = [column for column in IMAGE_COLUMNS if column in names and column not in moved]
+    return [*(column for column in moved if column in taken), *hidden, *refused, *images], tuple(notes)
+
+
+def _with_images(source: DataSource, columns: dict[str, Any]) -> DataSource:
+    """The source, with the images of its columns or messages in its prompts."""
+    messages = (message for prompt in source.prompts if isinstance(prompt, list) for message in prompt)
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    if columns or any("image" in str(part.get("type")) for part in parts):
+        return seams.part("image_rows").write(source, columns)
+    return source
 
 
 # ---- what only the stack can read
@@ -392,7 +399,7 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     elif answers and getattr(feature, "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     prompts = [_drop_nulls(prompt, table.features[columns.prompt]) for prompt in table[columns.prompt]]
-    return DataSource(
+    source = DataSource(
         name=name,
         prompts=list(map(parse_conversation, prompts)),
         answers=answers,
@@ -400,6 +407,8 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         places=places,
         notes=notes,
     )
+    images = [column for column in IMAGE_COLUMNS if column in taken]
+    return _with_images(source, {column: seams.part("image_rows").undecoded(table, column) for column in images})
 
 
 def _drop_nulls(value: Any, feature: Any) -> Any:

@@ -299,7 +299,12 @@ def _check_groups(model: torch.nn.Module) -> list[Group]:
         size = max(1, int(share * length)) if length else 0
         return torch.randint(config.vocab_size, (size,), generator=generator).to(device)
 
-    return [Group(draw(prompt), [draw(length) for length in lengths]) for prompt, lengths in CHECK_LENGTHS]
+    image: list[int] = getattr(model.base_model, "check_prompt", list)()  # of a model that reads images
+    before = torch.tensor(image, dtype=torch.long, device=device)
+    return [
+        Group(torch.cat([before, draw(prompt)]), [draw(length) for length in lengths])
+        for prompt, lengths in CHECK_LENGTHS
+    ]
 
 
 def _tolerance(model: torch.nn.Module) -> Tolerance:

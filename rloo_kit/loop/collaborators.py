@@ -13,6 +13,7 @@ import torch
 from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion, Tools, list_episodes
+from rloo_kit.data.sources import IMAGE_COLUMNS
 from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
@@ -23,6 +24,7 @@ from rloo_kit.rewarding.signature import overflowing
 from rloo_kit.rollout.completions import complete
 from rloo_kit.rollout.engine import Engine, Episodes, Progress, ToolUse
 from rloo_kit.rollout.types import FOREIGN, Limits, Rollout
+from rloo_kit.seams import part
 
 
 class Sampler:
@@ -46,8 +48,8 @@ class Sampler:
     ) -> list[Completion]:
         """A completion for each row of the dataset; neighbours with equal prompts are a group. `limits`: in place of
         the run's; `on_progress`: see `Engine.sample`."""
-        if any(column in rows[0] for column in ("image", "images")):
-            raise DataError("the dataset has an image column; the kit trains text models only: drop the column")
+        if any(column in rows[0] for column in IMAGE_COLUMNS):
+            rows = part("image_rows").write_rows(rows)
 
         def generate(prompt_ids: list[list[int]], episodes: Episodes | None) -> Any:
             options = {"dialogue": episodes, "limits": limits, "on_progress": on_progress}

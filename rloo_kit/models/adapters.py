@@ -80,12 +80,13 @@ def wrap_for_unsloth(arguments: dict[str, Any]) -> dict[str, Any]:
     return rest | {"model": load_stack().peft.get_peft_model(rest["model"], arguments["peft_config"])}
 
 
-def choose_targets(model: Any, wanted: Sequence[str] | None) -> list[str]:
-    """Names of the layers of a bare model that get an adapter: `wanted`, or with None all linear layers of its blocks.
+def choose_targets(model: Any, wanted: Sequence[str] | None, tower: bool = False) -> list[str]:
+    """Names of the layers of a bare model that get an adapter: `wanted`, or with None all linear layers of its blocks,
+    and with `tower` those of its vision tower.
 
     Stacked experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
-    found = {path.rpartition(".")[2] for path in _find_linear(model)}
+    found = {path.rpartition(".")[2] for path in _find_linear(model, tower)}
     if "experts" in found:
         found = found - {"experts"} | {"gate_proj", "up_proj", "down_proj"}
     paths = [f".{path}" for path, _ in model.named_modules()] + [f".{name}" for name in found]
@@ -111,11 +112,11 @@ def find_bare_layers(model: Any) -> list[str]:
     return sorted({path.rpartition(".")[2] for path in _find_linear(model.get_base_model())})
 
 
-def _find_linear(model: Any) -> Iterator[str]:
+def _find_linear(model: Any, tower: bool = False) -> Iterator[str]:
     """Paths of the linear layers in a model's blocks, and of its stacked experts, that have no adapter. A class of
     transformers with a forward of its own (a router, which returns several tensors) is not linear."""
     head, wrapped = model.get_output_embeddings(), tuple[str, ...]()
-    for path, layer in model.get_decoder().named_modules():
+    for path, layer in (model.base_model if tower else model.get_decoder()).named_modules():
         kind = type(layer)
         is_own = kind.__module__.startswith("transformers.models.") and kind.forward is not torch.nn.Linear.forward
         is_linear = isinstance(layer, (torch.nn.Linear, Conv1D)) and not is_own and layer is not head

@@ -30,10 +30,15 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
     if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
         nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
         quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
-    model = AutoModelForCausalLM.from_pretrained(
+    loader, vision = AutoModelForCausalLM, None
+    if hasattr(config, "vision_config"):
+        loader, vision = part("images").choose_class(run, source.base, config)
+    model = loader.from_pretrained(
         source.base, dtype=dtype, device_map={"": str(device)}, quantization_config=quantization
     )
     keep_4bit_weights(model)
+    if vision is not None:
+        tokenizer = part("images").attach(model, tokenizer, vision)
     if (lora := run.model.lora) is not None:
         for parameter in model.parameters():
             parameter.requires_grad = False
@@ -45,8 +50,8 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
             settings = peft.LoraConfig(
                 r=lora.r,
                 lora_alpha=lora.alpha,
-                target_modules=choose_targets(model, lora.target_modules),
-                exclude_modules=find_outside(model),
+                target_modules=choose_targets(model, lora.target_modules, lora.vision),
+                exclude_modules=None if lora.vision else find_outside(model),
                 task_type="CAUSAL_LM",
             )
             model = peft.get_peft_model(model, settings)

@@ -21,6 +21,8 @@ class SlotCache:
         mask: (R, 1, 1, L) bool of the current step, True where the row may attend, its own new token included.
         is_even: all rows of the current step are equally long, so the mask is True throughout.
         length: L of the current step, at least the longest row's.
+        position_offsets: (S, 1), what each row adds to its positions, because its images take fewer positions than
+            tokens; None without images.
     """
 
     def __init__(self, slots: int, block_tokens: int | None = None) -> None:
@@ -31,6 +33,7 @@ class SlotCache:
         self.mask: torch.Tensor
         self.is_even = False
         self.length = 0
+        self.position_offsets: torch.Tensor | None = None
         self._positions: torch.Tensor  # (R,), on the cache's device
         self._places: dict[int, torch.Tensor] = {}  # by G: (R * G,), where a row's heads write in the flat cache
 
@@ -65,6 +68,8 @@ class SlotCache:
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[targets, :, :length] = rows[sources, :, :length]
+        if self.position_offsets is not None:
+            self.position_offsets[targets] = self.position_offsets[sources]
 
     def shrink(self, slots: int) -> None:
         """Keep only the first `slots`; the others are freed when the cache grows next."""
@@ -93,6 +98,7 @@ class ModuleDecoder:
 
     Attributes:
         replayable: whether `decode` is a fixed sequence of operations once `prepare` was called.
+        reads_images: ids of prompts may stand for images, which only the model's own forward reads.
     """
 
     replayable = False
@@ -100,6 +106,7 @@ class ModuleDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model.get_base_model() if hasattr(model, "peft_config") else model
         self.device = self.model.get_input_embeddings().weight.device
+        self.reads_images = hasattr(self.model.base_model, "check_prompt")
         self._float_mask = self.model.config.get_text_config()._attn_implementation == "eager"
 
     def prepare(self, length: int) -> None:
@@ -109,7 +116,13 @@ class ModuleDecoder:
         """Put each prompt's keys and values into its slots, (first, count). Padding on the right needs no mask."""
         width = max(map(len, prompts))
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
-        filled = self.model.get_decoder()(input_ids=ids, use_cache=True).past_key_values
+        filled = self.model.base_model(input_ids=ids, use_cache=True).past_key_values
+        if self.reads_images:
+            if cache.position_offsets is None:
+                cache.position_offsets = torch.zeros(cache.slots, 1, dtype=torch.long, device=self.device)
+            offsets = getattr(filled, "position_offsets", [0] * len(prompts))
+            for number, (first, count) in enumerate(slots):
+                cache.position_offsets[first : first + count] = offsets[number]
         for layer, states in enumerate(filled.layers):
             for number, (first, count) in enumerate(slots):
                 length = len(prompts[number])
@@ -139,6 +152,8 @@ class _StepCache:
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
+        offsets = cache.position_offsets
+        self.position_offsets = None if offsets is None else offsets[: len(cache.mask)]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: Any, **_named: Any) -> Any:
         """(R, G, 1, D) each in, (R, G, L, D) each out."""

@@ -1,0 +1,237 @@
+"""A model that reads ids of images: its forward turns them into the states of its vision tower and into positions.
+
+The forward of the base model is wrapped, so that generation, scoring and training see the same. An image is encoded
+alone, so its states do not depend on its neighbours; with a frozen tower they are kept for the next pass.
+
+Shapes: B rows, L tokens, T of a packed row, n states of an image, H hidden size.
+"""
+
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from trl.trainer.utils import create_model_from_path
+
+from rloo_kit.config.run import RunConfig
+from rloo_kit.config.schema import DataSection
+from rloo_kit.errors import BackendError, DataError
+from rloo_kit.images.files import read_picture
+from rloo_kit.images.tokens import FIRST_ID, WRITINGS, Vision, digest_of, find_picture, image_id, refer, see
+from rloo_kit.models.backends import base_of
+from rloo_kit.sizes import FEATURE_CACHE_BYTES
+
+TEXT = "language_model."  # of the parameters of a base model that are not the tower's
+CHECK_SIDE = 2  # side of the image in the scorer's check, in tokens
+
+States = tuple[torch.Tensor, ...]  # (n, H) each: what replaces the embeddings, and what later layers add
+
+
+class ImageReader:
+    """The wrapped forward of a base model.
+
+    Attributes:
+        model: the base model of a conditional-generation class. vision: what its checkpoint does with images.
+        encoded: how many images the tower has encoded.
+    """
+
+    def __init__(self, model: Any, vision: Vision) -> None:
+        self.model, self.vision = model, vision
+        self.encoded = 0
+        self._forward, self._encode = model.forward, model.get_image_features
+        self._kept: OrderedDict[tuple[str, Any], States] = OrderedDict()
+        self._wanted: list[str] = []  # digests of the images of the running call, in order
+        self._has_grid = hasattr(model, "get_rope_index")
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> Any:
+        """The model's, for ids (B, L) that may contain images."""
+        known = {"attention_mask": attention_mask, "past_key_values": past_key_values} | options
+        offsets = getattr(past_key_values, "position_offsets", None)
+        if input_ids is None or input_ids.size(1) == 1 or not bool((is_image := input_ids >= FIRST_ID).any()):
+            if offsets is not None and position_ids is not None:
+                position_ids = _add(position_ids, offsets)
+            return self._forward(input_ids=input_ids, position_ids=position_ids, **known)
+        rows = input_ids.tolist()
+        self._wanted = [digest for row in rows for digest in self._images_of(row)]
+        given: dict[str, Any] = {"pixel_values": torch.empty(0, device=input_ids.device)}
+        offsets = None
+        if self._has_grid:
+            given["image_grid_thw"] = self._grids(self._wanted).to(input_ids.device)
+            position_ids, offsets = self._place(input_ids, is_image, attention_mask, position_ids)
+        else:
+            given["token_type_ids"] = is_image.long()
+        config, present = self.model.config, {token for row in rows for token in row}
+        before = config.image_token_id
+        # an id that no text of the call has: one that the model drew for an image token is text
+        config.image_token_id = next(token for token in range(len(present) + 1) if token not in present)
+        try:
+            ids = input_ids.masked_fill(is_image, config.image_token_id)
+            output = self._forward(input_ids=ids, position_ids=position_ids, **(known | given))
+        finally:
+            config.image_token_id = before
+        if offsets is not None and getattr(output, "past_key_values", None) is not None:
+            output.past_key_values.position_offsets = offsets
+        return output
+
+    def features(self, *_more: Any, **_named: Any) -> Any:
+        """In place of the model's `get_image_features`: those of the running call's images."""
+        named = self.model.named_parameters()
+        trains = any(value.requires_grad or "lora_" in name for name, value in named if not name.startswith(TEXT))
+        made = {digest: self._states(digest, trains) for digest in dict.fromkeys(self._wanted)}
+        states = [made[digest] for digest in self._wanted]
+        first, *later = (list(parts) for parts in zip(*states, strict=True))
+        deepstack = [torch.cat(parts) for parts in later]
+        return types.SimpleNamespace(
+            pooler_output=tuple(first) if self._has_grid else torch.stack(first), deepstack_features=deepstack
+        )
+
+    def check_prompt(self) -> list[int]:
+        """The ids of a small image, for the check of the scorer's layouts; none without an image processor."""
+        try:
+            side = self.vision.processor.patch_size * CHECK_SIDE * self.vision.processor.merge_size
+        except (AttributeError, DataError):
+            return []
+        picture = read_picture(Image.linear_gradient("L").resize((side, side)), None)
+        refer(picture)
+        return [image_id(picture.digest)] * self.vision.count(picture)
+
+    def _images_of(self, row: list[int]) -> Iterator[str]:
+        """The digests of the images of a row, in order."""
+        for token, run in groupby(row):
+            if token >= FIRST_ID:
+                digest, states = digest_of(token), len(list(run))
+                yield from [digest] * (states // self.vision.count(find_picture(digest)))
+
+    def _grids(self, digests: list[str]) -> torch.Tensor:
+        """(images, 3): frames, height and width in patches."""
+        processor = self.vision.processor
+        rows = []
+        for digest in digests:
+            width, height = find_picture(digest).size
+            factor, size = processor.patch_size * processor.merge_size, processor.size
+            tall, wide = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+            rows.append([1, tall // processor.patch_size, wide // processor.patch_size])
+        return torch.tensor(rows)
+
+    def _states(self, digest: str, trains: bool) -> States:
+        """The states of an image; kept for the next call if the tower is frozen rather than trained."""
+        device = self.model.get_input_embeddings().weight.device
+        key = digest, torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        if not trains and key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        inputs = {name: value.to(device) for name, value in self.vision.pixels(find_picture(digest)).items()}
+        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            output = self._encode(**inputs, return_dict=True)
+        self.encoded += 1
+        states = output.pooler_output[0], *(getattr(output, "deepstack_features", None) or ())
+        if not trains:
+            self._kept[key] = states
+            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > FEATURE_CACHE_BYTES:
+                self._kept.popitem(last=False)
+        return states
+
+    def _place(
+        self, ids: torch.Tensor, is_image: torch.Tensor, mask: Any, plain: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions (4, B, L), of the text and of the model's three axes, and what later tokens of each row add to
+        theirs (B, 1), because an image takes fewer positions than tokens. `plain`: (1, T) positions of a packed row,
+        in which a sequence begins at 0, and a completion after a shared prompt where that ended."""
+        kinds, grids = is_image.long(), iter(self._grids(self._wanted))
+
+        def ask(row: torch.Tensor, kind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            images = sum(1 for is_run, _ in groupby(kind.tolist()) if is_run)
+            grid = torch.stack([next(grids) for _ in range(images)]).to(ids.device) if images else None
+            places, delta = self.model.get_rope_index(row[None], mm_token_type_ids=kind[None], image_grid_thw=grid)
+            return places[:, 0], delta  # (3, L), (1, 1)
+
+        if plain is not None and plain.dim() == 2 and (mask is None or mask.dim() == 4):
+            starts = [0, *((plain[0].diff() != 1).nonzero().flatten() + 1).tolist(), ids.size(1)]
+            parts, delta = [], torch.zeros(1, 1, dtype=torch.long, device=ids.device)
+            for start, end in zip(starts, starts[1:], strict=False):
+                if plain[0, start] == 0:
+                    places, delta = ask(ids[0, start:end], kinds[0, start:end])
+                else:
+                    places = (plain[0, start:end] + delta[0]).expand(3, -1)
+                parts.append(places)
+            return torch.cat([plain[None], torch.cat(parts, dim=1)[:, None]]), None
+        text = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
+        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if mask is not None:
+            text = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        axes, deltas = text.expand(3, -1, -1).clone(), []
+        for number, row in enumerate(kept):
+            axes[:, number, row], delta = ask(ids[number, row], kinds[number, row])
+            deltas.append(delta)
+        return torch.cat([text[None], axes]), torch.cat(deltas)
+
+
+def choose_class(run: RunConfig, folder: str, config: Any) -> tuple[Any, Vision | None]:
+    """The class of transformers that loads a checkpoint with a `vision_config`, and what it does with images; None for
+    a class without a vision tower, or whose images the kit does not read. Raises BackendError if `model.vision` asks
+    for what there is not."""
+    wanted, text_only = run.model.vision, type(config) in AutoModelForCausalLM._model_mapping
+    known = config.model_type in WRITINGS
+    if wanted is not None and not (known if wanted else text_only):
+        lacks = "images that the kit does not read" if wanted else "no class without its vision tower"
+        raise BackendError(f"model.vision is {str(wanted).lower()}, but {config.model_type} has {lacks}: remove it")
+    loader = AutoModelForImageTextToText if known and (wanted or not text_only) else AutoModelForCausalLM
+    kind = loader._model_mapping[type(config)] if known else None
+    has_tower = kind is not None and kind.__name__.endswith("ForConditionalGeneration")
+    return loader, Vision(folder, config, run.data.max_pixels) if has_tower else None
+
+
+def open_tokenizer(run: RunConfig, folder: str, tokenizer: Any) -> Any:
+    """A checkpoint's tokenizer, which reads references to images if the run loads a vision tower."""
+    config = AutoConfig.from_pretrained(folder)
+    vision = choose_class(run, folder, config)[1] if hasattr(config, "vision_config") else None
+    return tokenizer if vision is None else see(tokenizer, vision)
+
+
+def attach(model: Any, tokenizer: Any, vision: Vision) -> Any:
+    """The tokenizer, which reads references to images from now on, and the model, bare or with an adapter, their ids.
+    The tower of a bare model is frozen. A second call changes nothing."""
+    base = base_of(model).base_model
+    if not hasattr(base, "check_prompt"):
+        if base_of(model) is model:
+            for name, value in base.named_parameters():
+                value.requires_grad_(value.requires_grad and name.startswith(TEXT))
+        reader = ImageReader(base, vision)
+        base.forward, base.get_image_features, base.check_prompt = reader.forward, reader.features, reader.check_prompt
+    return see(tokenizer, vision)
+
+
+def adopt(model: Any, given: Any) -> tuple[Any, Any]:
+    """Model and tokenizer of a trainer that was called with a vision model, or its name, and TRL's `processing_class`:
+    a processor, a tokenizer or None."""
+    if isinstance(model, str):
+        model = create_model_from_path(model)
+    base = base_of(model)
+    name = base.config.name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name) if given is None else getattr(given, "tokenizer", given)
+    vision = Vision(name, base.config, DataSection.model_fields["max_pixels"].default)
+    if (processor := getattr(given, "image_processor", None)) is not None:
+        vision.__dict__["processor"] = processor  # the user's own
+    return model, attach(model, tokenizer, vision)
+
+
+def _add(position_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Positions (B, 1) or (4, B, 1), of the text first, with the rows' offsets (B, 1) on the other three axes."""
+    text = position_ids if position_ids.dim() == 2 else position_ids[0]
+    return torch.cat([text[None], (text + offsets).expand(3, -1, -1)])
+
+
+def _bytes(states: States) -> int:
+    return sum(part.numel() * part.itemsize for part in states)
