@@ -22,7 +22,7 @@ TEMPLATE = (
 QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 GEMMA = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
 TEXT = {
-    "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "num_hidden_layers": 2, "eos_token_id": 258, "pad_token_id": 256, "bos_token_id": None,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
