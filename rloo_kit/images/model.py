@@ -94,7 +94,7 @@ class ImageReader:
         )
 
     def check_prompt(self) -> list[int]:
-        """The ids of a small image, for the check of the scorer's layouts; none for a checkpoint without a processor."""
+        """The ids of a small image, for the check of the scorer's layouts; none without an image processor."""
         try:
             side = self.vision.processor.patch_size * CHECK_SIDE * self.vision.processor.merge_size
         except (AttributeError, DataError):

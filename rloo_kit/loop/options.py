@@ -310,8 +310,7 @@ def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> di
     check_model(arguments)
     config = PreTrainedConfig.get_config_dict(model)[0] if isinstance(model, str) else vars(model.config)
     if "vision_config" in config:
-        given = arguments.get("processing_class")
-        arguments["processing_class"] = part("images").adopt(model, given, args)
+        arguments["processing_class"] = part("images").adopt(model, arguments.get("processing_class"), args)
     _take_vllm(args)
     check_options(args)
     if isinstance(arguments.get("train_dataset"), IterableDataset):

@@ -1,17 +1,24 @@
-"""TRL code for vision models with our trainer: what it takes, two steps of each, and what is refused."""
+"""TRL code for vision models with our trainer: its step is TRL's, what it takes, and what is refused."""
 
 import datasets
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rloo_kit import RLOOConfig, RLOOTrainer
 from rloo_kit.errors import DataError
 from tests.images.models import make, make_processor, noise
+from tests.loop.conftest import by_length
+from tests.loop.test_equality_with_stock import _batch_loss_gradients, _make, _relative, _sides
+from tests.loop.test_equality_with_stock import stock_head as stock_head
+from tests.rollout.models import adapted
 
-LORA = LoraConfig(r=2, target_modules=r".*language_model.*(q|v)_proj")
-SEEN = [noise(1), noise(2, 24, 56), noise(3)]
+IMAGES = [[noise(1, 40, 24), noise(2)], [], [noise(3, 24, 56)]]
+TEXT = r".*language_model.*(q|v|down)_proj"
+TARGETS = {"adapter": TEXT, "adapter of the tower too": r".*(q_proj|v_proj|qkv|linear_fc\d)", "all weights": None}
+CALLS = {"name": (None, "image"), "bare": (make_processor, "images"), "lora": (None, "images")}
+CALLS |= {"peft": (AutoTokenizer.from_pretrained, "parts")}
 
 
 @pytest.fixture(scope="module")
@@ -19,79 +26,73 @@ def folder(tmp_path_factory):
     return make("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
-def ask(*parts):
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+def rows(column):
+    """Conversations with their images in a column of TRL's, or as parts of the messages."""
+    table = []
+    for number, images in enumerate(IMAGES):
+        parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": "What?"}]
+        row = {"prompt": [{"role": "user", "content": parts if column == "parts" else "What?"}], "number": number}
+        own = {"images": images, "image": images[-1] if images else None}
+        table.append(row | ({column: own[column]} if column in own else {}))
+    return datasets.Dataset.from_list(table)
 
 
-def column(name):
-    """Rows of TRL's convention: a column of images, and conversations, one row without an image."""
-    values = [[image] for image in SEEN] + [[]] if name == "images" else [*SEEN, None]
-    prompts = [[{"role": "user", "content": "What is it?"}]] * 4
-    data = datasets.Dataset.from_dict({"prompt": prompts, "number": list(range(4)), name: values})
-    kind = datasets.Image() if name == "image" else datasets.List(datasets.Image())
-    return data.cast_column(name, kind)
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_step_with_images_is_trls(name, folder, tmp_path):
+    """Positions of images that are off by a few change every gradient by a little, and no loss shows it."""
+    targets, results = TARGETS[name], []
+    for sides in _sides():
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        model = adapted(model, target_modules=targets) if targets else model
+        trainer = _make(sides, model, make_processor(folder), tmp_path, [by_length], data=rows("images"), beta=0.1)
+        with torch.no_grad():  # away from the reference, which is the adapter's start, or the checkpoint
+            for key, value in trainer.model.named_parameters():
+                if ("lora_A.default" in key) if targets else ("layers" in key and value.dim() > 1):
+                    value.mul_(1.5)
+        results.append(_batch_loss_gradients(trainer))
+    (their_advantages, their_loss, theirs), (advantages, loss, ours) = results
+    assert their_advantages.abs().max() > 0.05 and _relative(advantages, their_advantages) < 1e-5
+    assert abs(loss - their_loss) <= 1e-5 * max(1.0, abs(their_loss))
+    assert ours.keys() == theirs.keys() and any("visual" in key for key in ours) == (name != "adapter")
+    together = [torch.cat([found[key].flatten() for key in sorted(found)]) for found in (ours, theirs)]
+    assert together[1].norm() > 1e-3 and _relative(*together) < 1e-5
 
 
-def parts():
-    """Rows whose images are parts of the messages; Arrow gives a text part the key `image`, too."""
-    prompts = [ask({"type": "image", "image": image}) for image in SEEN] + [ask()]
-    return datasets.Dataset.from_list([{"prompt": prompt, "number": row} for row, prompt in enumerate(prompts)])
+@pytest.mark.parametrize("kind", CALLS)
+def test_trl_code_trains(kind, folder, tmp_path):
+    """A processor was taken for the tokenizer, the reference model of TRL's making read ids of images as tokens, and a
+    frozen tower encoded an image in every pass."""
+    (make_class, column), seen = CALLS[kind], {}
 
-
-CASES = {
-    "a name, no processor": (str, None, column("image")),
-    "a name, a processor": (str, make_processor, column("images")),
-    "a model, a tokenizer": (AutoModelForImageTextToText.from_pretrained, AutoTokenizer.from_pretrained, parts()),
-    "a PeftModel, a processor": (
-        lambda folder: get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), LORA),
-        make_processor,
-        column("image"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("lora", [True, False])
-def test_trl_code_trains(name, lora, folder, tmp_path, capsys):
-    """A processor of TRL's code has no pad token, a reference model of TRL's making read ids of images as tokens, and
-    a frozen tower encoded an image in every pass."""
-    make_model, make_class, data = CASES[name]
-    seen = []
-
-    def reward(prompts, completions, completion_ids, number, **columns):
-        seen.extend(zip(prompts, number, completions, columns.get("image", prompts), strict=True))
+    def reward(prompts, completions, completion_ids, number, **_):
+        assert all(completion[0]["role"] == "assistant" for completion in completions)
+        seen.update({one: str(prompt).count("<|image:") for one, prompt in zip(number, prompts, strict=True)})
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     args = RLOOConfig(
-        str(tmp_path), per_device_train_batch_size=16, num_generations=4, max_completion_length=6, max_steps=2,
-        learning_rate=1e-2, beta=0.1, report_to="none", log_completions=True, logging_steps=1, eval_strategy="steps",
-        eval_steps=2, per_device_eval_batch_size=16,
+        str(tmp_path), per_device_train_batch_size=12, num_generations=4, max_completion_length=6, max_steps=2,
+        beta=0.1, learning_rate=1e-2, report_to="none", log_completions=True, eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
-    given = make_class and make_class(folder)
-    peft = LORA if lora and "PeftModel" not in name else None
-    model = make_model(folder)
-    trainer = RLOOTrainer(model, reward, args, data, data, processing_class=given, peft_config=peft)
-    before = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
+    model = str(folder) if kind == "name" else AutoModelForImageTextToText.from_pretrained(folder)
+    model = adapted(model, target_modules=TEXT) if kind == "peft" else model
+    given, peft = make_class and make_class(folder), LoraConfig(target_modules=TEXT) if kind == "lora" else None
+    trainer = RLOOTrainer(model, reward, args, rows(column), rows(column).select([0, 2]), given, peft_config=peft)
+    before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
-    moved = {key for key, value in trainer.model.named_parameters() if not value.equal(before[key])}
-    is_adapted = lora or "PeftModel" in name
-    assert moved and all("language_model" in key for key in moved) == is_adapted
-    assert any("visual" in key for key in moved) != is_adapted  # as TRL trains a bare model
-    reader = (trainer.model.get_base_model() if is_adapted else trainer.model).base_model.forward.__self__
-    assert not is_adapted or reader.encoded == len(SEEN) + 1  # and the image of the scorer's check
-    texts = {number: prompt[0]["content"] for prompt, number, *_ in seen}
-    assert [str(texts[number]).count("<|image:") for number in range(4)] == [1, 1, 1, 0]
-    assert all(completion[0]["role"] == "assistant" for _, _, completion, _ in seen)
-    (folder_of_checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert {"preprocessor_config.json", "tokenizer.json"} <= {file.name for file in folder_of_checkpoint.iterdir()}
+    moved = [name for name, value in trainer.model.named_parameters() if not value.equal(before[name])]
+    assert moved and any("visual" in name for name in moved) == (kind in ("name", "bare"))  # as with TRL
+    if kind in ("lora", "peft"):  # three images, and that of the scorer's check
+        assert trainer.model.get_base_model().base_model.forward.__self__.encoded == 4
+    assert seen == {0: 1 if column == "image" else 2, 1: 0, 2: 1}
+    assert (tmp_path / "checkpoint-2" / "preprocessor_config.json").is_file()
 
 
 def test_what_is_refused(folder, tiny_folder, tmp_path):
-    """A text model was trained on prompts from which the template had dropped the images."""
-    args = RLOOConfig(str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_steps=1, report_to="none")
-    data = column("image")
-    with pytest.raises(DataError, match="images in column image.*drop the column.*qwen3_vl"):
-        RLOOTrainer(str(tiny_folder), lambda prompts, **_: [0.0] * len(prompts), args, data).train()
-    data = datasets.Dataset.from_dict({"prompt": ["What?"] * 4, "image": [SEEN[0]] * 4})
-    with pytest.raises(DataError, match="its prompt is a text.*Give messages"):
-        RLOOTrainer(str(folder), lambda prompts, **_: [0.0] * len(prompts), args, data).train()
+    """A text model was trained on prompts from which its template had dropped the images."""
+    args = RLOOConfig(str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_steps=1, report_to="none")
+    data = rows("images").select([0])
+    with pytest.raises(DataError, match="images in column images: drop the column, or .*qwen3_vl"):
+        RLOOTrainer(str(tiny_folder), by_length, args, data).train()
+    data = data.remove_columns("prompt").add_column("prompt", ["a text"])
+    with pytest.raises(DataError, match="2 images and its prompt is a text.*Give messages"):
+        RLOOTrainer(str(folder), by_length, args, data).train()
