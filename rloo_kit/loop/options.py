@@ -308,9 +308,6 @@ def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> di
         columns = name_columns(columns, getattr(args, "thinking_budget", None) is not None, toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
-    config = PreTrainedConfig.get_config_dict(model)[0] if isinstance(model, str) else vars(model.config)
-    if "vision_config" in config:
-        arguments["processing_class"] = part("images").adopt(model, arguments.get("processing_class"), args)
     _take_vllm(args)
     check_options(args)
     if isinstance(arguments.get("train_dataset"), IterableDataset):
@@ -318,6 +315,9 @@ def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> di
             "train_dataset is a stream, without a length and a place to resume at: load the data whole (a "
             "datasets.Dataset; load_dataset without streaming=True)"
         )
+    config = PreTrainedConfig.get_config_dict(model)[0] if isinstance(model, str) else vars(model.config)
+    if "vision_config" in config:
+        arguments["processing_class"] = part("images").adopt(model, arguments.get("processing_class"), args)
     return wrap_for_unsloth(arguments)
 
 
