@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.data.sources import IMAGE_COLUMNS, DataSource
+from rloo_kit.data.sources import DataSource
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.images.files import read_picture
-from rloo_kit.images.tokens import REFERENCE, refer
+from rloo_kit.images.tokens import REFERENCE, WRITINGS, refer
 
 MARKER = "<image>"  # in a text: where the next image goes
 
@@ -31,11 +31,26 @@ def write(source: DataSource, columns: Mapping[str, Iterable[Any]]) -> DataSourc
     return replace(source, prompts=prompts)
 
 
-def write_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a dataset, as a trainer gets them, with prompts that refer to their images."""
-    images = [[image for name in IMAGE_COLUMNS for image in list_images(row.get(name), name)] for row in rows]
-    pairs = zip(rows, images, strict=True)
-    return [row | {"prompt": write_prompt(row["prompt"], found, Path())} for row, found in pairs]
+def write_rows(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of a dataset, as a trainer gets them, with prompts that refer to their images; raises DataError for images
+    that the model does not see."""
+    name = "images" if "images" in rows[0] else "image"  # as TRL chooses
+    written: list[dict[str, Any]] = []
+    before: Any = None
+    for row in rows:
+        found = prompt, images = row["prompt"], list_images(row.get(name), name)
+        if images and not hasattr(tokenizer, "vision"):
+            known = f"a model whose images the kit reads ({', '.join(WRITINGS)})"
+            raise DataError(f"the dataset has images in column {name}: drop the column, or train {known}")
+        if images and isinstance(prompt, str):
+            problem = f"a row has {len(images)} images and its prompt is a text: {excerpt(prompt)}"
+            raise DataError(f'{problem}. Give messages: [{{"role": "user", "content": ...}}]')
+        if found == before:  # the samples of a prompt: its images are encoded once
+            row = row | {"prompt": written[-1]["prompt"]}
+        elif not isinstance(prompt, str):
+            row = row | {"prompt": write_prompt(prompt, images, Path())}
+        written, before = [*written, row], found
+    return written
 
 
 def undecoded(table: Any, name: str) -> Any:
@@ -102,7 +117,7 @@ def write_prompt(prompt: Any, images: list[Any], folder: Path) -> Any:
         parts = _parts(message["content"])
         if isinstance(message["content"], list) and all(part["type"] == "text" for part in parts):
             message["content"] = "".join(part["text"] for part in parts)
-    return written if any(isinstance(message["content"], list) for message in written) else prompt
+    return written if images or any(isinstance(message.get("content"), list) for message in messages) else prompt
 
 
 def _read_part(part: Any) -> tuple[str, Any]:

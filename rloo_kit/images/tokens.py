@@ -187,9 +187,9 @@ class ImageTokens:
 
 
 def image_parts(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message that are images."""
+    """The parts of a message that refer to images."""
     content = message.get("content")
-    yield from (part for part in content if part.get("type") == "image") if isinstance(content, list) else ()
+    yield from (one for one in content if REFERENCE.match(str(one.get("image")))) if isinstance(content, list) else ()
 
 
 def see(tokenizer: Any, vision: Vision) -> Any:

@@ -21,6 +21,7 @@ import trl
 from datasets import IterableDataset
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
+from transformers import PreTrainedConfig
 
 from rloo_kit.completion import Tools
 from rloo_kit.config.checks import WHY_REFUSED, find_batch_problems, find_option_problems
@@ -314,6 +315,9 @@ def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> di
             "train_dataset is a stream, without a length and a place to resume at: load the data whole (a "
             "datasets.Dataset; load_dataset without streaming=True)"
         )
+    config = PreTrainedConfig.get_config_dict(model)[0] if isinstance(model, str) else vars(model.config)
+    if "vision_config" in config:
+        arguments["processing_class"] = part("images").adopt(model, arguments.get("processing_class"), args)
     return wrap_for_unsloth(arguments)
 
 
