@@ -14,7 +14,7 @@ from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion, Tools, list_episodes
 from rloo_kit.data.sources import IMAGE_COLUMNS
-from rloo_kit.errors import RewardError, RlooKitError, ToolError
+from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
 from rloo_kit.models.parallel import Parallel
@@ -48,8 +48,8 @@ class Sampler:
     ) -> list[Completion]:
         """A completion for each row of the dataset; neighbours with equal prompts are a group. `limits`: in place of
         the run's; `on_progress`: see `Engine.sample`."""
-        if any(column in rows[0] for column in IMAGE_COLUMNS):
-            rows = part("image_rows").write_rows(rows)
+        if hasattr(self.trainer._tokenizer, "vision") or any(column in rows[0] for column in IMAGE_COLUMNS):
+            rows = part("image_rows").write_rows(rows, self.trainer._tokenizer)
 
         def generate(prompt_ids: list[list[int]], episodes: Episodes | None) -> Any:
             options = {"dialogue": episodes, "limits": limits, "on_progress": on_progress}
