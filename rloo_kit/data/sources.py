@@ -330,7 +330,7 @@ def _with_images(source: DataSource, columns: dict[str, Any]) -> DataSource:
     messages = (message for prompt in source.prompts if isinstance(prompt, list) for message in prompt)
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     if columns or any(isinstance(content, list) for content in contents):
-        return seams.part("image_rows").write(source, columns)  # type: ignore[no-any-return]
+        return seams.part("image_rows").write(source, columns)
     return source
 
 

@@ -41,9 +41,8 @@ def write(source: DataSource, columns: Mapping[str, Iterable[Any]]) -> DataSourc
 def write_rows(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
     """Rows of a dataset, as a trainer gets them, with prompts that refer to their images."""
     if not hasattr(tokenizer, "vision"):
-        raise DataError(
-            "the dataset has an image column, and this model reads no images: drop it, or load another model"
-        )
+        found = "the dataset has an image column, and the model is loaded without a vision tower"
+        raise DataError(f"{found}: drop the column, or name a vision model (Qwen3-VL)")
     written = []
     for row in rows:
         images = _read_columns({name: row[name] for name in IMAGE_COLUMNS if name in row}, Path())
