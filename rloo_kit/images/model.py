@@ -6,6 +6,7 @@ alone, so its states do not depend on its neighbours; with a frozen tower they a
 Shapes: B rows, L tokens, T of a packed row, n states of an image, H hidden size.
 """
 
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,10 +17,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from trl.trainer.utils import create_model_from_path
 
 from rloo_kit.config.run import RunConfig
-from rloo_kit.config.schema import DataSection
 from rloo_kit.errors import BackendError, DataError
 from rloo_kit.images.files import read_picture
 from rloo_kit.images.tokens import FIRST_ID, WRITINGS, Vision, digest_of, find_picture, image_id, refer, see
@@ -200,12 +199,12 @@ def open_tokenizer(run: RunConfig, folder: str, tokenizer: Any) -> Any:
     return tokenizer if vision is None else see(tokenizer, vision)
 
 
-def attach(model: Any, tokenizer: Any, vision: Vision) -> Any:
+def attach(model: Any, tokenizer: Any, vision: Vision, freezes: bool = True) -> Any:
     """The tokenizer, which reads references to images from now on, and the model, bare or with an adapter, their ids.
-    The tower of a bare model is frozen. A second call changes nothing."""
+    `freezes`: the tower of a bare model. A second call changes nothing."""
     base = base_of(model).base_model
     if not hasattr(base, "check_prompt"):
-        if base_of(model) is model:
+        if freezes and base_of(model) is model:
             for name, value in base.named_parameters():
                 value.requires_grad_(value.requires_grad and name.startswith(TEXT))
         reader = ImageReader(base, vision)
@@ -213,18 +212,25 @@ def attach(model: Any, tokenizer: Any, vision: Vision) -> Any:
     return see(tokenizer, vision)
 
 
-def adopt(model: Any, given: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of a trainer that was called with a vision model, or its name, and TRL's `processing_class`:
-    a processor, a tokenizer or None."""
-    if isinstance(model, str):
-        model = create_model_from_path(model)
-    base = base_of(model)
-    name = base.config.name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(name) if given is None else getattr(given, "tokenizer", given)
-    vision = Vision(name, base.config, DataSection.model_fields["max_pixels"].default)
+def adopt(model: Any, given: Any, args: Any) -> Any:
+    """The tokenizer of a trainer that is called with a vision model, or its name, and TRL's `processing_class`: a
+    processor, a tokenizer or None. It reads references to images if the kit reads the model's images; their size is
+    limited as in the processor, or in the checkpoint's."""
+    if hasattr(given, "vision"):  # of `load_policy`
+        return given
+    options = {"revision": (args.model_init_kwargs or {}).get("revision"), "trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(model, **options) if isinstance(model, str) else base_of(model).config
+    name, tokenizer = config.name_or_path, getattr(given, "tokenizer", given)
+    if tokenizer is None:  # as TRL loads it
+        tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left", padding_side="left", **options)
+    if template := getattr(given, "chat_template", None):
+        tokenizer.chat_template = template
+    if config.model_type not in WRITINGS:
+        return tokenizer
+    vision = Vision(name, config, sys.maxsize)
     if (processor := getattr(given, "image_processor", None)) is not None:
-        vision.__dict__["processor"] = processor  # the user's own
-    return model, attach(model, tokenizer, vision)
+        vision.__dict__["processor"] = processor
+    return see(tokenizer, vision)
 
 
 def _add(position_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ import datasets
 
 from rloo_kit.data.sources import IMAGE_COLUMNS, DataSource
 from rloo_kit.errors import DataError, excerpt
-from rloo_kit.images.files import read_picture
-from rloo_kit.images.tokens import REFERENCE, refer
+from rloo_kit.images.files import Picture, read_picture
+from rloo_kit.images.tokens import REFERENCE, WRITINGS, refer
 
 MARKER = "<image>"  # in a user's text: where the column's next image goes
 
@@ -28,27 +28,35 @@ def write(source: DataSource, columns: Mapping[str, Iterable[Any]]) -> DataSourc
     an image that cannot be read or has no place in its prompt."""
     file, prompts = Path(source.name), []
     folder = file.parent if file.is_file() else Path()
-    images = {name: iter(values) for name, values in columns.items()}
+    values = {name: iter(column) for name, column in columns.items()}
     for row, prompt in enumerate(source.prompts):
         try:
-            found = _read_columns({name: next(values) for name, values in images.items()}, folder)
-            prompts.append(_write_prompt(prompt, found, folder))
+            images = _read_columns({name: next(column) for name, column in values.items()}, folder)
+            prompts.append(write_prompt(prompt, images, folder))
         except DataError as error:
             raise DataError(f"{source.where(row)}: {error}") from error
     return replace(source, prompts=prompts)
 
 
 def write_rows(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows of a dataset, as a trainer gets them, with prompts that refer to their images."""
-    if not hasattr(tokenizer, "vision"):
-        found = "the dataset has an image column, and the model is loaded without a vision tower"
-        raise DataError(f"{found}: drop the column, or name a vision model (Qwen3-VL)")
-    written = []
+    """Rows of a dataset, as a trainer gets them, with prompts that refer to their images; raises DataError for images
+    that the model does not see."""
+    name = "images" if "images" in rows[0] else "image"  # as TRL chooses
+    written: list[dict[str, Any]] = []
+    before: Any = None
     for row in rows:
-        images = _read_columns({name: row[name] for name in IMAGE_COLUMNS if name in row}, Path())
-        if images or not isinstance(row["prompt"], str):
-            row = row | {"prompt": _write_prompt(row["prompt"], images, Path())}
-        written.append(row)
+        found = prompt, images = row["prompt"], list_images(row.get(name))
+        if images and not hasattr(tokenizer, "vision"):
+            known = f"a model whose images the kit reads ({', '.join(WRITINGS)})"
+            raise DataError(f"the dataset has images in column {name}: drop the column, or train {known}")
+        if images and isinstance(prompt, str):
+            problem = f"a row has {len(images)} images and its prompt is a text: {excerpt(prompt)}"
+            raise DataError(f'{problem}. Give messages: [{{"role": "user", "content": ...}}]')
+        if found == before:  # the samples of a prompt: its images are encoded once
+            row = row | {"prompt": written[-1]["prompt"]}
+        elif not isinstance(prompt, str):
+            row = row | {"prompt": write_prompt(prompt, images if name in row else None, Path())}
+        written, before = [*written, row], found
     return written
 
 
@@ -72,25 +80,30 @@ def undecode(table: Any, kept: list[str], name: str) -> Any:
     return datasets.Dataset(table.with_format("arrow")[:], info=info)
 
 
-def _read_columns(values: Mapping[str, Any], folder: Path) -> list[str] | None:
-    """References to a row's images, from its values by the column's name; None without such a column."""
-    found: dict[str, list[str]] = {}
-    for name, value in values.items():
-        for image in value if isinstance(value, list | tuple) else [value]:
-            if image is None or image == "" or (isinstance(image, float) and math.isnan(image)):  # pandas' null
-                continue
-            try:
-                found.setdefault(name, []).append(refer(read_picture(image, folder)))
-            except DataError as error:
-                raise DataError(f"column '{name}': {error} (rename the column if it is not for images)") from error
+def list_images(value: Any) -> list[Any]:
+    """The images of a row's value: one, a list of them, or none."""
+    items = value if isinstance(value, list | tuple) else [value]
+    empty = (item is None or item == "" or (isinstance(item, float) and math.isnan(item)) for item in items)  # pandas'
+    return [item for item, is_empty in zip(items, empty, strict=True) if not is_empty]
+
+
+def _read_columns(values: Mapping[str, Any], folder: Path) -> list[Picture] | None:
+    """The images of a row, from its values by the column's name; None without such a column."""
+    found = {name: images for name, value in values.items() if (images := list_images(value))}
     if len(found) > 1:
         raise DataError(f"the columns {' and '.join(found)} both have images: remove one of them")
-    return next(iter(found.values()), []) if values else None
+    for name, images in found.items():
+        try:
+            return [read_picture(image, folder) for image in images]
+        except DataError as error:
+            raise DataError(f"column '{name}': {error} (rename the column if it is not for images)") from error
+    return [] if values else None
 
 
-def _write_prompt(prompt: Any, images: list[str] | None, folder: Path) -> Any:
-    """A prompt, text or messages, with references in the places for images: the image parts of its messages, else the
-    markers in the user's texts, else before the first of these. `images`: a column's, for places without one."""
+def write_prompt(prompt: Any, images: list[Any] | None, folder: Path) -> Any:
+    """A prompt, text or messages, with references to images in their places: the image parts of its messages, else the
+    markers in the user's texts, else before the first of these. `images`: those of the row, for places without one;
+    None if it has no column of images, so that a marker is text."""
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return prompt  # refused where prompts are rendered
@@ -109,7 +122,7 @@ def _write_prompt(prompt: Any, images: list[str] | None, folder: Path) -> Any:
         found = f"the row's column has {len(images or ())} images, its prompt has places for {len(places)}"
         raise DataError(f"{found} ({MARKER}, or image parts without an image of their own): make the numbers equal")
     for part, image in zip(places, images or (), strict=True):
-        part["image"] = image
+        part["image"] = _refer(image, folder)
     if isinstance(prompt, str) and not images:
         return prompt
     return [
@@ -143,7 +156,11 @@ def _read_part(part: Any, folder: Path) -> dict[str, Any]:
         image = next((payload for payload in payloads if payload is not None), None)
     else:
         raise DataError(f"a message has a part that is no text and no image: {excerpt(part)}")
-    return {"type": "image", "image": None if image is None else refer(read_picture(image, folder))}
+    return {"type": "image", "image": None if image is None else _refer(image, folder)}
+
+
+def _refer(image: Any, folder: Path) -> str:
+    return refer(image if isinstance(image, Picture) else read_picture(image, folder))
 
 
 def _split(part: dict[str, Any]) -> Content:

@@ -53,6 +53,9 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Tools | None 
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             disable_dropout(model)  # with dropout, the ratio would compare two random parts of the policy
+            if hasattr(tokenizer, "vision"):
+                bare = trainer.accelerator.unwrap_model(model)
+                part("images").attach(bare, tokenizer, tokenizer.vision, freezes=model is trainer.ref_model)
     scorer = PolicyScorer(
         trainer.accelerator.unwrap_model(trainer.model),
         Scorer(trainer.model, trainer.temperature, tokenizer.pad_token_id),

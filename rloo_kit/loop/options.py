@@ -21,6 +21,7 @@ import trl
 from datasets import IterableDataset
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
+from transformers import PreTrainedConfig
 
 from rloo_kit.completion import Tools
 from rloo_kit.config.checks import WHY_REFUSED, find_batch_problems, find_option_problems
@@ -307,6 +308,10 @@ def prepare_arguments(given: dict[str, Any], toolbox: Tools | None = None) -> di
         columns = name_columns(columns, getattr(args, "thinking_budget", None) is not None, toolbox)
     arguments["reward_funcs"] = [guard(reward, columns) for reward in rewards]
     check_model(arguments)
+    config = PreTrainedConfig.get_config_dict(model)[0] if isinstance(model, str) else vars(model.config)
+    if "vision_config" in config:
+        given = arguments.get("processing_class")
+        arguments["processing_class"] = part("images").adopt(model, given, args)
     _take_vllm(args)
     check_options(args)
     if isinstance(arguments.get("train_dataset"), IterableDataset):

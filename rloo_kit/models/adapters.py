@@ -1,6 +1,7 @@
 """LoRA adapters around TRL's trainer: wrapping for the backend, precision, the KL's reference, saving and loading."""
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ def choose_targets(model: Any, wanted: Sequence[str] | None, tower: bool = False
 
     Stacked experts count by the names that PEFT translates. Raises BackendError if a name matches no layer.
     """
-    found = {path.rpartition(".")[2] for path in _find_linear(model, tower)}
+    found = {name for path in _find_linear(model, tower) for name in re.findall(r"[^.]+(?:\.\d+)*$", path)}  # mlp.0
     if "experts" in found:
         found = found - {"experts"} | {"gate_proj", "up_proj", "down_proj"}
     paths = [f".{path}" for path, _ in model.named_modules()] + [f".{name}" for name in found]

@@ -99,7 +99,7 @@ def _make(sides, model, tokenizer, folder, rewards, completions=TWO_GROUPS, data
 
 
 def _batch_loss_gradients(trainer, drift=None):
-    inputs = [{"prompt": trainer.train_dataset[row]["prompt"]} for row in (0, 2) for _ in range(4)]
+    inputs = [trainer.train_dataset[row] for row in (0, 2) for _ in range(4)]
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     if isinstance(trainer, RLOOTrainer):
