@@ -1,0 +1,111 @@
+"""The vision tower in the plan: its weights, the tokens of an image, and what images add."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rloo_kit import load_config, plan_vram
+from rloo_kit.config.run import RunConfig
+from rloo_kit.errors import ConfigError
+from rloo_kit.plan import parts
+from rloo_kit.plan.planner import find_machine, plan_engine, read_workload
+from rloo_kit.plan.shapes import NAMED, shape_of_config
+from rloo_kit.plan.tower import TOWERS
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "configs" / "qwen3_vl_4b_thinking.yaml"
+TEXT = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+TEXT |= {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+QWEN = {"depth": 4, "num_heads": 4, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+SIGLIP = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4}
+WIDE = {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64, "num_position_embeddings": 36}
+CASES = {
+    "Qwen3VL": QWEN | WIDE | {"deepstack_visual_indexes": [0, 2]},
+    "Qwen2_5_VL": QWEN | WIDE,
+    "Qwen2VL": QWEN | {"embed_dim": 48, "hidden_size": 64},
+    "Qwen3_5": QWEN | WIDE,
+    "Gemma3": SIGLIP | {"image_size": 224, "patch_size": 14, "vision_use_head": False},
+}
+
+
+def of_images(name: str = "4B", *words: str) -> RunConfig:
+    return load_config(IMAGES, f"model.name=Qwen/Qwen3-VL-{name}-Thinking", *words)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_weights_are_those_of_the_model(kind: str) -> None:
+    """A merger, a bias or the embedding of positions that is left out is a GiB of a large model."""
+    import torch
+    import transformers
+
+    configs = {"text_config": TEXT, "vision_config": CASES[kind]}
+    config = getattr(transformers, f"{kind}Config")(**configs, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    shape = shape_of_config(model.config.to_dict())
+    of_tower = sum(p.numel() for name, p in model.named_parameters() if "language_model" not in name)
+    assert shape.tower is not None and shape.tower.num_weights == of_tower
+    assert kind == "Qwen3_5" or shape.num_weights + of_tower == model.num_parameters(), "that one is planned from above"
+
+
+@pytest.mark.parametrize(("size", "weights"), [("2b", 2_127_532_032), ("4b", 4_437_815_808), ("8b", 8_767_123_696)])
+def test_known_models_have_the_published_number_of_weights(size: str, weights: int) -> None:
+    """Without a download the plan has only its own table."""
+    tower = TOWERS[f"qwen3-vl-{size}"]
+    assert NAMED[f"qwen3-vl-{size}"].num_weights + tower.num_weights == weights
+
+
+def test_an_image_has_the_tokens_of_its_processor() -> None:
+    """Fewer in the plan than in a prompt is memory that is not there."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    for pixels in (1024, 65536, 200_000, 262_144):
+        limits = {"min_pixels": 1024, "max_pixels": pixels, "patch_size": 16}
+        square, other = (
+            Qwen2VLImageProcessorPil().get_number_of_image_patches(4096, width, limits) // 4 for width in (4096, 3000)
+        )
+        most = TOWERS["qwen3-vl-4b"].image_tokens(pixels)
+        assert other <= most and (square == most or pixels == 200_000 and square < most)
+
+
+def test_pixels_change_the_pass_of_the_tower_alone() -> None:
+    """The cache and the training pass have prompts of data.max_prompt_length, whatever is in them."""
+    small, large, more = (plan_vram(of_images("4B", f"data.max_pixels={n}"), 14.9) for n in (65536, 262144, 10**7))
+    changed = {one.name for one, other in zip(small.parts, large.parts, strict=True) if one != other}
+    assert changed == {"images"} and small.rows == large.rows
+    assert large.training_gib == more.training_gib and small.rollout_gib < large.rollout_gib < more.rollout_gib
+    assert more.rollout_gib - large.rollout_gib < 0.1, "an image that is longer than a prompt is left out"
+
+
+def test_a_tower_counts_only_if_it_is_loaded() -> None:
+    """A text run of Qwen3.5 would lose half a GiB to a tower that stays on the disk."""
+    plain, loaded = (load_config(IMAGES, "model.name=Qwen/Qwen3.5-4B", f"model.vision={on}") for on in ("null", "true"))
+    names = [{part.name for part in plan_vram(run, 14.9).parts} for run in (plain, loaded)]
+    assert names[1] - names[0] == {"weights: tower", "image features", "images"}
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B config.json"):
+        plan_vram(load_config(IMAGES, "model.name=Qwen/Qwen3-4B", "model.vision=true"), 14.9)
+    assert plan_engine(of_images("4B", "rollout.engine=auto"), find_machine(24)).name == "generate"
+    plan = plan_vram(of_images("4B", "rollout.engine=vllm"), 24)
+    assert not plan.fits and plan.vllm is not None and "rollout.engine=generate" in str(plan.vllm.obstacle)
+
+
+def test_an_adapter_of_the_tower_costs_what_it_saves() -> None:
+    """Trained, the tower keeps the activations of every image of a pass."""
+    words = ([], ["model.lora.vision=true"])
+    frozen, trained = (read_workload(of_images("4B", *one), find_machine(24)) for one in words)
+    assert (tower := trained.shape.tower) is not None
+    weights = sum(16 * (rows + columns) * count for rows, columns, count in tower.matrices)
+    assert parts.trained_weights(trained) - parts.trained_weights(frozen) == weights
+    sizes = [parts.tower_activation_bytes(tower, replace(trained, checkpointing=how)) for how in ("on", "off")]
+    assert 2 * sizes[0] < sizes[1] < parts.training_gib(replace(trained, checkpointing="off")) * 2**30
+
+
+def test_the_page_has_the_rows_of_each_size() -> None:
+    """Its table is typed in by hand."""
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    for size, cells in re.findall(r"^\| VL-(\dB) \| (.+) \|$", page, re.MULTILINE):
+        plans = [plan_vram(of_images(size), gb * 1e9 / 2**30) for gb in (8, 12, 16, 24)]
+        found = [f"{one.rows}: {one.rollout_gib:.1f}, {one.training_gib:.1f}" if one.fits else "-" for one in plans]
+        assert cells.split(" | ") == found, size
