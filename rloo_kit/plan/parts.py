@@ -143,9 +143,6 @@ def _trained_matrices(work: Workload) -> Iterator[tuple[int, int, int]]:
         yield from ((rows, columns, shape.num_layers) for rows, columns in shape.matrices.values())
         yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
         yield 1, shape.vector_weights, 1
-        if shape.tower is not None:
-            yield from shape.tower.matrices
-            yield 1, shape.tower.other_weights, 1
         return
     for rows, columns, count in shape.tower.matrices if shape.tower is not None and work.trains_tower else ():
         yield rows, rank, count
@@ -257,13 +254,12 @@ def sampling_bytes(work: Workload, rows: int) -> int:
     return logits + prompts * work.prompt_tokens * width * work.compute_bytes
 
 
-def feature_bytes(work: Workload) -> int:
-    """Features of a rollout's images, which are kept; at most all tokens of its prompts are. 0 without a tower."""
-    tower, prompts = work.shape.tower, -(-work.completions // work.num_generations)
-    if tower is None:
-        return 0
-    of_a_token = tower.out_size * tower.levels * work.weight_bytes
-    return min(prompts * work.prompt_tokens * of_a_token, sizes.FEATURE_CACHE_BYTES)
+def feature_bytes(tower: Tower, work: Workload) -> int:
+    """Features of images: those that are kept, or, of a trained tower, at most all tokens of a rollout's prompts."""
+    if not work.trains_tower:
+        return sizes.FEATURE_CACHE_BYTES
+    prompts = -(-work.completions // work.num_generations)
+    return prompts * work.prompt_tokens * tower.out_size * tower.levels * work.weight_bytes
 
 
 def image_bytes(tower: Tower, work: Workload) -> int:
@@ -401,9 +397,9 @@ def _list_images(work: Workload) -> Iterator[Row]:
     """What images need on top of the tower's weights."""
     if (tower := work.shape.tower) is None:
         return
-    tokens, kept = tower.image_tokens(work.max_pixels), feature_bytes(work)
+    tokens, kept = tower.image_tokens(work.max_pixels), feature_bytes(tower, work)
     training = tower_activation_bytes(tower, work) if work.trains_tower else 0
-    yield "image features", kept, kept, "of the images of a rollout"
+    yield "image features", kept, kept, "of the images of a rollout" if work.trains_tower else "kept, at most"
     yield "images", image_bytes(tower, work), training, f"at most {tokens} tokens each; one at a time in a rollout"
 
 

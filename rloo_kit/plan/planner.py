@@ -85,7 +85,7 @@ def read_workload(
         longest = min(rloo.thinking_budget + closing + rloo.answer_budget, longest)
     engine = engine or run.rollout.engine
     if engine == "auto":
-        is_walked = not (shape.is_hybrid or shape.is_gemma3 or shape.tower or (fused and not shape.has_kernels))
+        is_walked = not (shape.is_hybrid or shape.is_gemma3 or (fused and not shape.has_kernels))
         engine = "native" if is_walked else "generate"
     checkpointing = "on" if model.gradient_checkpointing else "off"
     share = vllm.gpu_memory_utilization
@@ -114,7 +114,7 @@ def read_workload(
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * processes,
         max_pixels=run.data.max_pixels,
-        trains_tower=model.lora is None or model.lora.vision,
+        trains_tower=model.lora is not None and model.lora.vision,
     )
     if model.name.endswith(DYNAMIC_ENDING):
         return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))

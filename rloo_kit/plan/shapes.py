@@ -12,12 +12,12 @@ from typing import Any
 from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
-from rloo_kit.plan.tower import ALWAYS, TOWERS, Tower, tower_of_config
+from rloo_kit.plan.tower import QWEN_VL, TOWERS, Tower, tower_of_config
 from rloo_kit.runs.find import find_in_cache, hub_cache, read_adapter
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
 # The same MLP; attention differs by norms, biases, gates, delta nets.
-SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5", "gemma3", *ALWAYS)
+SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5", "gemma3", *QWEN_VL)
 QWEN3_ROWS, QWEN3_5_ROWS, LLAMA3_ROWS = 151936, 248320, 128256
 BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit

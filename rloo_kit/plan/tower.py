@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ALWAYS = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")  # types without a class for text alone
+QWEN_VL = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 _QWEN_KEYS = ["depth", "patch_size", "spatial_merge_size", "temporal_patch_size"]
 _KEYS = {
     "gemma3": ["hidden_size", "intermediate_size", "num_hidden_layers", "patch_size", "image_size"],
@@ -25,7 +25,7 @@ class Tower:
         other_weights: in no matrix: norms, biases, embeddings.
         patch: width in pixels. merge: a token is merge x merge patches.
         image_size: pixels to which every image is resized; None keeps its shape, within `data.max_pixels`.
-        is_optional: the model's type has a class for text alone.
+        is_optional: loaded only with `model.vision: true`.
     """
 
     width: int
@@ -92,7 +92,7 @@ def tower_of_config(config: Mapping[str, Any]) -> Tower | None:
         other_weights=others,
         patch=vision["patch_size"],
         merge=vision["spatial_merge_size"],
-        is_optional=kind not in ALWAYS,
+        is_optional=kind == "qwen3_5",
     )
 
 
@@ -112,7 +112,6 @@ def _siglip(vision: Mapping[str, Any], out_size: int, side: int) -> Tower:
         patch=vision["patch_size"],
         merge=patches // side,
         image_size=vision["image_size"],
-        is_optional=True,
     )
 
 
