@@ -287,7 +287,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         if key not in taken:
             with suppress(DataError) if key in (columns.prompt, columns.answer) else nullcontext():
                 others[key] = arrow_column(key, [row.get(key) for row in rows], name)
-    images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken}
+    texts = columns.prompt, columns.answer
+    images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken and key not in texts}
     source = DataSource(
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
@@ -408,7 +409,8 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         places=places,
         notes=notes,
     )
-    images = [column for column in IMAGE_COLUMNS if column in taken]
+    texts = columns.prompt, columns.answer
+    images = [column for column in IMAGE_COLUMNS if column in taken and column not in texts]
     return _with_images(source, {column: table[column] for column in images})
 
 
