@@ -21,10 +21,10 @@ from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
-from rloo_kit.data.sources import Columns, DataSource, find_file, read_columns, read_data_file
+from rloo_kit.data.sources import IMAGE_COLUMNS, Columns, DataSource, find_file, read_columns, read_data_file
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram
-from rloo_kit.plan.shapes import BNB_ENDING
+from rloo_kit.plan.shapes import BNB_ENDING, find_shape
 from rloo_kit.plan.vram_plan import VramPlan
 from rloo_kit.rewards.answer import answers_agree, find_boxed, find_last_number, has_no_answer
 from rloo_kit.runs.files import write_text
@@ -44,6 +44,8 @@ EMBEDDED = "embedded/thinking"
 # The models of configs/, largest first; on a CPU the real one that learns there.
 FOR_GPU = tuple(f"unsloth/Qwen3-{size}-unsloth{BNB_ENDING}" for size in ("4B-Thinking-2507", "1.7B", "0.6B"))
 FOR_CPU = ("smollm2/instruct",)
+FOR_IMAGES = ("Qwen/Qwen3-VL-4B-Thinking", "Qwen/Qwen3-VL-2B-Thinking", "Qwen/Qwen3-VL-2B-Instruct")
+IMAGE = 340  # tokens of an image of the default data.max_pixels and its marks, at most
 # (tokens of a completion, completions that must fit at once) by whether it thinks; the first that fits is taken.
 LENGTHS = {
     True: ((12288, 8), (8192, 8), (6144, 8), (4096, 4), (4096, 1), (2048, 1)),
@@ -77,6 +79,7 @@ class PromptTable:
 
     Attributes:
         texts: of the prompts; of messages, their contents. are_texts: no prompt is a list of messages.
+        images: of a prompt, at most.
         golds: the answers of the rows that have one. answer_after: the marker in front of every answer.
         are_numbers: every answer is a number.
     """
@@ -87,6 +90,7 @@ class PromptTable:
     rows: DataSource
     texts: list[str]
     are_texts: bool
+    images: int
     golds: list[str]
     answer_after: str | None
     are_numbers: bool
@@ -138,7 +142,7 @@ def find_columns(
 
 def list_choices(columns: dict[str, list[Any]], found: dict[str, list[str]]) -> str:
     """The flags to choose from, each with an example; where no column fits, all that are left."""
-    rest = [name for name in columns if [name] not in found.values()]
+    rest = [name for name in columns if [name] not in found.values() and name not in IMAGE_COLUMNS]
     lines = []
     for flag, names in found.items():
         for name in names or rest:
@@ -163,10 +167,13 @@ def _has_word(name: str, words: str) -> bool:
 def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
     path, columns = find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True)
-    rows, texts = read_data_file(path, columns), []
+    rows, texts, images = read_data_file(path, columns), [], 0
     for row, prompt in enumerate(rows.prompts):
         try:
-            texts.append("\n".join(message["content"] for message in as_messages(prompt)))
+            contents = [message["content"] for message in as_messages(prompt)]
+            parts = [[{"text": one}] if isinstance(one, str) else one for one in contents]
+            texts.append("\n".join("".join(part.get("text", "") for part in one) for one in parts))
+            images = max(images, sum("image" in part for one in parts for part in one))
         except DataError as error:
             raise DataError(f"{rows.where(row)}: {error} (--prompt-column {prompt_column})") from None
     found = [(row, gold) for row, gold in enumerate(rows.answers or []) if not has_no_answer(gold)]
@@ -180,8 +187,10 @@ def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTab
         golds = [comparable_text(gold, rows.where(row), key, MARKER) for row, gold in found]
     golds = [find_boxed(gold) or gold for gold in golds]
     are_numbers = all(answers_agree(find_last_number(gold) or "-", gold) for gold in golds)
-    are_texts, after = all(isinstance(prompt, str) for prompt in rows.prompts), MARKER if marked else None
-    return PromptTable(source, prompt_column, answer_column, rows, texts, are_texts, golds, after, are_numbers)
+    # a text with images has become a message
+    are_texts = all(isinstance(prompt, str) or (images and len(prompt) == 1) for prompt in rows.prompts)
+    after = MARKER if marked else None
+    return PromptTable(source, prompt_column, answer_column, rows, texts, are_texts, images, golds, after, are_numbers)
 
 
 # ------------------------------------------------------------------------------------------------ what fits
@@ -196,16 +205,27 @@ class Fitted(NamedTuple):
 
 
 def suggest_model(table: PromptTable, gpu_gib: float | None = None) -> str:
-    """The model to propose: embedded for additions, on a GPU the largest shipped that fits, on a CPU a small one."""
-    if all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
+    """The model to propose: embedded for additions, on a GPU the largest shipped that fits, on a CPU a small one;
+    raises ConfigError for images on a CPU."""
+    proposed = _propose(table, gpu_gib)
+    if not table.images and all(re.fullmatch(r"\d{1,3}\+\d{1,3}=", text.strip()) for text in table.texts):
         return EMBEDDED
     if not find_machine(gpu_gib).on_cuda:
-        return FOR_CPU[0]
-    for model in FOR_GPU:
+        return proposed[0]
+    for model in proposed:
         found = next((one for one in _candidates(model, Path("run.yaml"), table, gpu_gib) if one.fits), None)
         if found is not None and found.values["completion_length"] >= LEAST_TO_THINK:
             return model
-    return FOR_GPU[-1]
+    return proposed[-1]
+
+
+def _propose(table: PromptTable, gpu_gib: float | None) -> tuple[str, ...]:
+    """The models that could fit, largest first."""
+    on_cuda = find_machine(gpu_gib).on_cuda
+    if table.images and not on_cuda:
+        found = f"{table.source} has images, and no model that reads them trains on this machine without a GPU"
+        raise ConfigError(f"{found}: --gpu-gib 16 writes the file for a GPU with 16 GiB ({FOR_IMAGES[0]})")
+    return FOR_IMAGES if table.images else FOR_GPU if on_cuda else FOR_CPU
 
 
 def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None) -> Fitted:
@@ -230,7 +250,7 @@ def fit(model: str, file: Path, table: PromptTable, gpu_gib: float | None = None
             return found
     assert found is not None  # the shortest
     machine, length = found.plan.machine, found.values["completion_length"]
-    others = (one for one in (FOR_GPU if machine.on_cuda else FOR_CPU) if one != model)
+    others = (one for one in _propose(table, gpu_gib) if one != model)
     other = next((one for one in others if any(two.fits for two in _candidates(one, file, table, gpu_gib))), None)
     instead = f"--model {other} fits" if other else "no model of the shipped configs fits"
     raise ConfigError(
@@ -254,6 +274,7 @@ def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | Non
         prompt_length = max(64, longest_bytes + EMBEDDED_TEMPLATE)
     else:  # half the bytes, a generous estimate, plus the template, in steps of 64
         prompt_length = min(max(-(-(longest_bytes // 2 + 96) // 64) * 64, 128 if is_short else 256), 2048)
+        prompt_length += table.images * IMAGE
     shared = {
         "file": file, "test": file.with_name(f"test_{module}.py"), "module": module, "model": model, "table": table,
         "form": form, "thinks": thinks, "thinks_if_asked": thinks_if_asked(model), "on_cuda": machine.on_cuda,
@@ -273,6 +294,11 @@ def _candidates(model: str, file: Path, table: PromptTable, gpu_gib: float | Non
             run = RunConfig.model_validate(keys)
         except ValidationError as error:  # for example the model's name
             raise ConfigError(explain_errors(error, RunConfig)) from None
+        tower = find_shape(run).tower if table.images else None
+        if table.images and tower is None:
+            raise ConfigError(f"{table.source} has images, which --model {model} does not read: use {FOR_IMAGES[0]}")
+        if tower is not None and tower.is_optional:
+            values["vision"] = run.model.vision = True
         plan = plan_vram(run, gpu_gib)
         yield Fitted(values, plan, plan.fits and plan.rows >= min(rows, plan.completions))
 
@@ -313,6 +339,7 @@ def write_starter(
     for path, text in texts.items():
         write_text(path, text)
     columns = f"prompts in '{table.prompt_column}', answers in '{table.answer_column}'"
+    columns += f"; images in a prompt: at most {table.images}" if table.images else ""
     memory = f"{plan.peak_gib:.1f} of {plan.machine.usable_gib:.1f} GiB on {plan.machine.name}"
     lines = [f"{table.source}: {len(table.rows)} rows, {columns}"]
     lines.append(f"{plan.model}: {memory} (computed, not measured)")

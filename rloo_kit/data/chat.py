@@ -152,7 +152,7 @@ def render_prompt(
         if not isinstance(prompt, str):
             raise DataError(
                 f"the prompt is a {type(prompt).__name__}, but model.family is 'plain', which applies no chat "
-                "template: give the prompt as text, or use a model with a chat template"
+                "template: give the prompt as text, without images, or use a model with a chat template"
             )
         return _without_bos(tokenizer, refuse_surrogates(prompt, "the prompt"))
     messages = as_messages(prompt, system_prompt)

@@ -287,7 +287,8 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
         if key not in taken:
             with suppress(DataError) if key in (columns.prompt, columns.answer) else nullcontext():
                 others[key] = arrow_column(key, [row.get(key) for row in rows], name)
-    images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken}
+    texts = columns.prompt, columns.answer
+    images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken and key not in texts}
     source = DataSource(
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
@@ -329,8 +330,7 @@ def _with_images(source: DataSource, columns: dict[str, Any]) -> DataSource:
     """The source, with the images of its columns or messages in its prompts."""
     messages = (message for prompt in source.prompts if isinstance(prompt, list) for message in prompt)
     contents = (message.get("content") for message in messages if isinstance(message, dict))
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    if columns or any("image" in str(part.get("type")) for part in parts):
+    if columns or any(isinstance(content, list) for content in contents):
         return seams.part("image_rows").write(source, columns)
     return source
 
@@ -390,6 +390,8 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     _require_columns(name, places[0], table.column_names, columns)
     taken, notes = _taken_columns(name, table.column_names, columns)
     kept = [column for column in table.column_names if column not in taken]
+    if "Image(" in str(table.features):
+        table = seams.part("image_rows").undecode(table, kept, name)
     answers = list(table[columns.answer]) if columns.answer in table.column_names else None
     feature = table.features.get(columns.answer)
     if answers and columns.prefix == "sft.":
@@ -407,8 +409,9 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
         places=places,
         notes=notes,
     )
-    images = [column for column in IMAGE_COLUMNS if column in taken]
-    return _with_images(source, {column: seams.part("image_rows").undecoded(table, column) for column in images})
+    texts = columns.prompt, columns.answer
+    images = [column for column in IMAGE_COLUMNS if column in taken and column not in texts]
+    return _with_images(source, {column: table[column] for column in images})
 
 
 def _drop_nulls(value: Any, feature: Any) -> Any:

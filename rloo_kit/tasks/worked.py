@@ -262,6 +262,8 @@ def _text(value: Any, where: str) -> str:
     value = parse_conversation(value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0].get("content")
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        value = "".join(str(part.get("text")) for part in value)
     if value is None:
         return ""
     if not isinstance(value, str):

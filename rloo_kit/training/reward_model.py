@@ -144,6 +144,11 @@ def load_pairs(run: RunConfig, section: RewardModelSection, tokenizer: Any) -> t
         (asked, chosen), (other, rejected) = read
         if asked or columns.prompt == columns.answer:
             source.prompts[row] = asked
+        talk = source.prompts[row] if isinstance(source.prompts[row], list) else []
+        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in talk):
+            raise DataError(
+                f"{source.where(row)}: the prompt has an image, and a reward model reads text only: remove it"
+            )
         prompt = render_row(run, tokenizer, family, source, row, key="reward_model.prompt_column")
         pair = Pair(prompt, (chosen, rejected), (form.encode(prompt, chosen), form.encode(prompt, rejected)))
         reasons = {

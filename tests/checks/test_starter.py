@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from rloo_kit import cli
@@ -329,3 +330,20 @@ def test_names_and_places(folder: Path) -> None:
     commands += [f"rloo-kit {step} new/class.yaml" for step in ("preflight", "train")]
     assert code == 0 and list_next(printed) == commands
     assert run_test("new/test_class_rewards.py") == 5
+
+
+def test_images_get_a_model_that_reads_them(folder: Path) -> None:
+    """`init` ended in a traceback at the first image, and proposed a model of text where there was none."""
+    Image.new("RGB", (8, 8)).save("a.png")
+    rows = [{"question": f"<image>What is {n}?", "images": ["a.png"], "answer": n} for n in range(40)]
+    Path("seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, printed, said = call("--data", "seen.jsonl", "--yes", "--gpu-gib", "16")
+    assert code == 0 and "images in a prompt: at most 1" in printed, said
+    run = load_config("seen.yaml")
+    assert run.model.name == "Qwen/Qwen3-VL-4B-Thinking" and run.model.vision is None
+    assert "\\boxed{}" in str(run.data.system_prompt) and run.data.max_prompt_length >= 256 + 340
+    assert call("--data", "seen.jsonl", "--yes", "--gpu-gib", "16", "--overwrite", "--model", "Qwen/Qwen3.5-4B")[0] == 0
+    assert load_config("seen.yaml").model.vision
+    for words, fix in ((), "--gpu-gib 16"), (("--model", "smollm2/instruct"), "use Qwen/Qwen3-VL"):
+        code, _, said = call("--data", "seen.jsonl", "--yes", "--overwrite", *words)
+        assert code == 2 and "seen.jsonl has images" in said and fix in said

@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 from tokenizers import processors
 
 from rloo_kit.data.chat import prompt_identity
@@ -193,10 +194,15 @@ def test_columns_that_the_trainer_uses_itself(make_run, tiny_tokenizer, capsys):
         assert f"column '{column}' is left out" in printed
 
 
-def test_columns_of_images_are_refused(make_run, tiny_tokenizer):
+def test_images_for_a_model_of_text_are_refused(make_run, tiny_tokenizer, tmp_path):
     """Image columns were dropped with a note, and the run trained on questions about pictures that were not there."""
-    with pytest.raises(DataError, match="column 'images' contains images, by its name.* Remove"):
+    with pytest.raises(DataError, match="row 1: column 'images': there is no file 'b'.*rename the column"):
         load_data(make_run(), tiny_tokenizer, rows=[{"prompt": "a", "images": "b"}])
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = [{"prompt": "a", "image": None}, {"prompt": "b", "image": str(tmp_path / "a.png")}]
+    with pytest.raises(DataError, match="row 2: the prompt has an image, .*model.vision=true .*model.name"):
+        load_data(make_run(), tiny_tokenizer, rows=rows)
+    assert load_data(make_run(), tiny_tokenizer, rows=rows[:1]).train["prompt"][:] == [rendered("a")]
     data = load_data(make_run(prompt_column="images"), tiny_tokenizer, rows=[{"images": "a"}])
     assert data.train["prompt"][:] == [rendered("a")], "named by data.prompt_column it is a text"
 

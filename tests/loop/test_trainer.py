@@ -271,7 +271,7 @@ def test_the_adapter_that_trl_makes_for_a_quantised_model_stays_in_float32(tiny_
 def test_images_are_refused(make_trainer):
     """The loop scores text only; an image column would be dropped on the way and the run would train blind."""
     trainer = make_trainer()
-    with pytest.raises(DataError, match="image column"):
+    with pytest.raises(DataError, match="the dataset has images in column image: drop the column"):
         trainer.rloo.roll_out(trainer.model, [{"prompt": "x", "image": object()}])
 
 

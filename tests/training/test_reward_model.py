@@ -35,6 +35,7 @@ from tests.loop.conftest import lines, status
 
 TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2+2=?"}]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+DOT = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
 OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 BOS = "{{ bos_token }}" + CHATML + OPENING
 
@@ -256,6 +257,7 @@ BAD = [
     ((), [{"prompt": "a", "chosen": "x", "rejected": "x"}] * 3, DataError, "3 of 3 pairs, with equal answers"),
     ((), [{"prompt": "a", "chosen": 4, "rejected": "x"}], DataError, "line 1: an answer is 4"),
     ((), [{"prompt": "a", "chosen": TALK, "rejected": "x"}], DataError, "line 1: a conversation ends with"),
+    ((), [{"prompt": "a", "chosen": "y", "rejected": "x", "image": DOT}], DataError, "line 1: the prompt has an image"),
     (("reward_model.learning_rate=1e30",), None, NonFiniteError, "lower reward_model.learning_rate"),
     (("model.load_in_4bit=true", "reward_model.lora=null"), None, ConfigError, "reward_model.lora={}"),
 ]

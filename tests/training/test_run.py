@@ -28,6 +28,7 @@ from rloo_kit.runs.find import weights_of
 from rloo_kit.runs.folder import RunDir, open_runs
 from rloo_kit.runs.rollouts import read_rollouts
 from rloo_kit.system import environment
+from tests.images.models import make, noise
 from tests.loop.conftest import assert_same, by_ids, lines, status, weights
 
 
@@ -367,3 +368,27 @@ def test_a_resume_refuses_inputs_that_have_changed(write_config, tmp_path, tiny_
     assert "continued from step 1 on other inputs" in judge_run(load_config(folder / "config.yaml"), again).sentence
     moved = project.rename(tmp_path / "moved")
     assert go(3, moved, resume=True).steps == 3, "they were accepted"
+
+
+def test_a_resume_notices_another_image_under_the_same_path(start, tmp_path):
+    """Inputs were compared by the rows' text, which is the same for another file of that name."""
+    folder, seen = make("qwen3_vl", tmp_path / "model"), []
+
+    def reward(prompts, completion_ids, **columns):
+        seen.append((prompts, columns))
+        return by_ids(completion_ids)
+
+    def go(steps, **options):
+        words = (f"model.name={folder}", f"data.source={tmp_path}/rows.jsonl", f"rloo.max_steps={steps}")
+        return start(*words, "rloo.save_steps=1", rewards=[reward], **options)
+
+    for seed in range(8):
+        noise(seed).save(tmp_path / f"{seed}.png")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "?", "image": "{n}.png"}}\n' for n in range(8)))
+    go(1)
+    (prompts, columns), *_ = seen
+    assert len(set(prompts)) == 2 and "<|image:" in prompts[0] and not {"image", "images"} & columns.keys()
+    assert go(2, resume=True).steps == 2
+    noise(9).save(tmp_path / "7.png")
+    with pytest.raises(ConfigError, match="Changed: column prompt of the (training|held-out) prompts"):
+        go(3, resume=True)

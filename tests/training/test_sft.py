@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import TrainerCallback
+from transformers import AutoModelForImageTextToText, TrainerCallback
 from typer.testing import CliRunner
 
 from rloo_kit import fine_tune, load_config, load_data, load_policy, load_trained
@@ -24,6 +24,8 @@ from rloo_kit.tasks.worked import Demonstrations, Example, load_worked
 from rloo_kit.training import sft
 from rloo_kit.training.sft import build_trainer, next_command
 from tests.gradient.test_scorer import by_logits
+from tests.images.models import make, noise
+from tests.images.test_exactness import Pair
 from tests.loop.conftest import by_ids
 
 SFT = ("sft.max_steps=2", "sft.learning_rate=0.05", "sft.gradient_accumulation_steps=2")
@@ -132,6 +134,33 @@ def test_one_step_is_the_plain_cross_entropy_of_the_completions(load, keys, tmp_
         return batch
 
     assert_plain(trainer, policy.model, read_examples)
+
+
+def test_prompts_with_images_have_the_loss_of_transformers_alone(load, tmp_path):
+    """Ids of images in a batch of TRL's are read as images: two steps train, from the same loss as from pixels."""
+    folder = make("qwen3_vl", tmp_path / "model")
+    run, policy, data = load(f"model.name={folder}", "rloo.max_grad_norm=0")
+    for seed in range(3):
+        noise(seed, 40, 24 + 16 * seed).save(tmp_path / f"{seed}.png")
+    rows = [
+        {"prompt": f"<image>{n}?", "images": f"{tmp_path}/{n % 3}.png", "completion": f"{'a' * n}</think>\n\n{n}"}
+        for n in range(6)
+    ]  # fmt: skip
+    rows[5]["completion"] = [{"role": "assistant", "content": [{"type": "text", "text": "b</think>\n\nc"}]}]
+    worked = load_worked(run, policy.tokenizer, [], [*rows, {"prompt": "none", "completion": "so</think>\n\nd"}])
+    plain = AutoModelForImageTextToText.from_pretrained(folder)
+    pair = Pair(policy.model, plain, policy.tokenizer, policy.tokenizer.vision, None)
+    targets = [torch.tensor(example.completion_ids) for example in worked.examples]
+    pairs = zip(worked.examples, targets, strict=True)
+    losses = [-pair.alone(example.prompt_ids, ids).gather(1, ids[:, None]) for example, ids in pairs]
+    trainer = build_trainer(run, policy, worked, tmp_path / "none")
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, batch)
+    assert len(losses) == 7 and loss.item() == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    before = {name: value.clone() for name, value in trained(policy.model).items()}
+    assert fine_tune(run, policy, data, rows).steps == 2
+    moved = [name for name, value in trained(policy.model).items() if not value.equal(before[name])]
+    assert moved and all("language_model" in name for name in moved)
 
 
 def test_results_of_tools_are_read_and_not_learnt(load, tmp_path):
