@@ -1,8 +1,9 @@
 """RLOO for Qwen3-Thinking models on one GPU.
 
 The core (system, config, runs, rewards, data, rewarding, models, gradient, rollout, loop) trains a run and imports no
-part. The parts (health, plan, tools, tasks, graders, vllm, demo, results, evals, checks, training, preflight, export,
-notebook, batch, cli) stand above it and enter through `seams`, `Engine`, `Dialogue` and callbacks: docs/design.md.
+part. The parts (images, health, plan, tools, tasks, graders, vllm, demo, results, evals, checks, training, preflight,
+export, notebook, batch, cli) stand above it and enter through `seams`, `Engine`, `Dialogue` and callbacks:
+docs/design.md.
 
 Importing the package loads no heavy library: each public name is resolved on first use, so that `setup_environment()`
 can run before torch, transformers or trl is imported. `_EXPORTS` is the whole public surface.

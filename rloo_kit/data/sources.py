@@ -331,7 +331,7 @@ def _with_images(source: DataSource, columns: dict[str, Any]) -> DataSource:
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
     if columns or any("image" in str(part.get("type")) for part in parts):
-        return seams.part("image_rows").write(source, columns)  # type: ignore[no-any-return]
+        return seams.part("image_rows").write(source, columns)
     return source
 
 

@@ -299,7 +299,7 @@ def _check_groups(model: torch.nn.Module) -> list[Group]:
         size = max(1, int(share * length)) if length else 0
         return torch.randint(config.vocab_size, (size,), generator=generator).to(device)
 
-    image = getattr(model.base_model, "check_prompt", list)()  # of a model that reads images
+    image: list[int] = getattr(model.base_model, "check_prompt", list)()  # of a model that reads images
     before = torch.tensor(image, dtype=torch.long, device=device)
     return [
         Group(torch.cat([before, draw(prompt)]), [draw(length) for length in lengths])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from trl.trainer.utils import create_model_from_path
 
 from rloo_kit.config.run import RunConfig
@@ -86,7 +87,9 @@ class ImageReader:
 
     def features(self, *_more: Any, **_named: Any) -> Any:
         """In place of the model's `get_image_features`: those of the running call's images."""
-        made = {digest: self._states(digest) for digest in dict.fromkeys(self._wanted)}
+        named = self.model.named_parameters()
+        trains = any(value.requires_grad or "lora_" in name for name, value in named if not name.startswith(TEXT))
+        made = {digest: self._states(digest, trains) for digest in dict.fromkeys(self._wanted)}
         states = [made[digest] for digest in self._wanted]
         first, *later = (list(parts) for parts in zip(*states, strict=True))
         deepstack = [torch.cat(parts) for parts in later]
@@ -95,12 +98,12 @@ class ImageReader:
         )
 
     def check_prompt(self) -> list[int]:
-        """The ids of a small image, for the check of the scorer's layouts; none for a checkpoint without a processor."""
+        """The ids of a small image, for the check of the scorer's layouts; none without an image processor."""
         try:
             side = self.vision.processor.patch_size * CHECK_SIDE * self.vision.processor.merge_size
         except (AttributeError, DataError):
             return []
-        picture = read_picture(Image.linear_gradient("L").resize((side, side)))
+        picture = read_picture(Image.linear_gradient("L").resize((side, side)), None)
         refer(picture)
         return [image_id(picture.digest)] * self.vision.count(picture)
 
@@ -117,16 +120,13 @@ class ImageReader:
         rows = []
         for digest in digests:
             width, height = find_picture(digest).size
-            rows.append(_grid(processor, height, width))
+            factor, size = processor.patch_size * processor.merge_size, processor.size
+            tall, wide = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+            rows.append([1, tall // processor.patch_size, wide // processor.patch_size])
         return torch.tensor(rows)
 
-    def _states(self, digest: str) -> States:
-        """The states of an image; kept if the tower is frozen."""
-        trains = any(
-            value.requires_grad or "lora_" in name
-            for name, value in self.model.named_parameters()
-            if not name.startswith(TEXT)
-        )
+    def _states(self, digest: str, trains: bool) -> States:
+        """The states of an image; kept for the next call if the tower is frozen rather than trained."""
         device = self.model.get_input_embeddings().weight.device
         key = digest, torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         if not trains and key in self._kept:
@@ -225,15 +225,6 @@ def adopt(model: Any, given: Any) -> tuple[Any, Any]:
     if (processor := getattr(given, "image_processor", None)) is not None:
         vision.__dict__["processor"] = processor  # the user's own
     return model, attach(model, tokenizer, vision)
-
-
-def _grid(processor: Any, height: int, width: int) -> tuple[int, int, int]:
-    """Frames, height and width of an image in patches, after resizing."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-    side, size = processor.patch_size, processor.size
-    tall, wide = smart_resize(height, width, side * processor.merge_size, size["shortest_edge"], size["longest_edge"])
-    return 1, tall // side, wide // side
 
 
 def _add(position_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -88,13 +88,15 @@ def write_prompt(prompt: Any, images: list[Any], folder: Path) -> Any:
         if isinstance(content, str):
             content = split(content) if message.get("role") == "user" else content
         elif isinstance(content, list):
-            parts = [_read_part(part) for part in content]
-            content = [one for part in parts for one in (split(part[1]) if part[0] == "text" else [take(part[1])])]
+            pairs = [_read_part(part) for part in content]
+            content = [one for kind, given in pairs for one in (split(given) if kind == "text" else [take(given)])]
         written.append({**message, "content": content})
     if left:
         asked = next((message for message in written if message.get("role") == "user"), None)
         if asked is None or any(part["type"] == "image" for part in _parts(asked["content"])):
-            raise DataError(f"the row has {len(images)} images, and its prompt has places for {len(images) - len(left)}")
+            raise DataError(
+                f"the row has {len(images)} images, and its prompt has places for {len(images) - len(left)}"
+            )
         asked["content"] = [*(take(None) for _ in images), *_parts(asked["content"])]
     for message in written:
         parts = _parts(message["content"])

@@ -131,11 +131,15 @@ class ImageTokens:
         encoded = super().__call__(spelled[0] if isinstance(text, str) else spelled, *more, **options)  # type: ignore[misc]
         pad = self.convert_tokens_to_ids(written.token)  # type: ignore[attr-defined]
         ids = encoded["input_ids"]
-        for row, digests in zip([ids] if isinstance(text, str) and isinstance(ids[0], int) else ids, found, strict=True):
+        for row, digests in zip(
+            [ids] if isinstance(text, str) and isinstance(ids[0], int) else ids, found, strict=True
+        ):
             wanted = [image_id(digest) for digest in digests for _ in range(counts[digest])]
             places = [place for place, token in enumerate(row) if token == pad]
             if len(places) != len(wanted):
-                raise DataError(f"a prompt contains {written.token}, which stands for an image: remove it from the text")
+                raise DataError(
+                    f"a prompt contains {written.token}, which stands for an image: remove it from the text"
+                )
             for place, token in zip(places, wanted, strict=True):
                 row[place] = token
         return encoded
@@ -153,7 +157,9 @@ class ImageTokens:
             text = str(super().apply_chat_template(talk, *more, tokenize=False, **options))  # type: ignore[misc]
             pieces = text.split(self.vision.writing.placeholder)
             if len(pieces) != len(parts) + 1:
-                raise DataError(f"the chat template writes {len(pieces) - 1} images of the {len(parts)} in the messages")
+                raise DataError(
+                    f"the chat template writes {len(pieces) - 1} images of the {len(parts)} in the messages"
+                )
             references = [part["image"] for part in parts]
             texts.append("".join(piece for pair in zip(pieces, [*references, ""], strict=True) for piece in pair))
         if not tokenize:
@@ -162,7 +168,7 @@ class ImageTokens:
         return encoded if as_dict else encoded["input_ids"]
 
     def save_pretrained(self, folder: Any, *more: Any, **options: Any) -> Any:
-        """The tokenizer's; the image processor is saved beside it."""
+        """The tokenizer's; the image processor is saved with it."""
         with suppress(DataError):
             self.vision.processor.save_pretrained(folder)
         return super().save_pretrained(folder, *more, **options)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from trl.data_utils import apply_chat_template
 
 from rloo_kit.completion import Completion, Tools, list_episodes
 from rloo_kit.data.sources import IMAGE_COLUMNS
-from rloo_kit.errors import RewardError, RlooKitError, ToolError
+from rloo_kit.errors import DataError, RewardError, RlooKitError, ToolError
 from rloo_kit.gradient.advantages import combine_rewards, standardize, tied_groups
 from rloo_kit.loop.records import Judged
 from rloo_kit.models.parallel import Parallel

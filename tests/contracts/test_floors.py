@@ -19,12 +19,12 @@ CORE = [
     "rewards", "data", "rewarding", "models", "gradient", "rollout", "loop",
 ]
 PARTS = [
-    "health", "plan", "tools", "tasks", "graders", "vllm", "demo", "results", "evals", "checks", "training",
+    "images", "health", "plan", "tools", "tasks", "graders", "vllm", "demo", "results", "evals", "checks", "training",
     "preflight", "export", "notebook", "batch", "cli",
 ]
 ORDER = CORE + PARTS
 # The `__init__` of each calls load_stack(), so Unsloth, torch and TRL have come in the right order above any module.
-HEAVY = ["models", "gradient", "rollout", "loop", "vllm", "demo", "evals", "training", "preflight", "export"]
+HEAVY = ["models", "gradient", "rollout", "loop", "images", "vllm", "demo", "evals", "training", "preflight", "export"]
 # Never torch: not at the top of a module, nor through another package. `LOADS_IN_FUNCTIONS` may in functions.
 LIGHT = [name for name in ORDER if name not in (*HEAVY, "_stack", "rewards")]
 # fmt: on
