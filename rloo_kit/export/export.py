@@ -113,7 +113,7 @@ def export_model(
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
             shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
-            card = formats.write_card(run, to, shown, verdict, written.loading | {"sees": sees})
+            card = formats.write_card(run, to, shown, verdict, written.loading, sees)
             write_text(staged / "README.md", card)
             write_text(staged / RUN_FILE, describe_origin(run, find_base(run, base)))
             files = {

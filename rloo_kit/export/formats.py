@@ -74,8 +74,11 @@ def public_name(name: str) -> str:
     return hub_id(name) or (name if name.startswith((EMBEDDED_PREFIX, SMOLLM2_PREFIX, GYM_PREFIX)) else last)
 
 
-def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:
-    """The text of the model card; `loading`: what the snippet of this target names, see `card.md.jinja`; `sees`: whether the model reads images."""
+def write_card(
+    run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any], sees: bool = False
+) -> str:
+    """The text of the model card; `loading`: what the snippet of this target names, see `card.md.jinja`; `sees`:
+    whether the model reads images."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -88,7 +91,7 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
     old, new = rows.get("before", {}), rows.get("after", {})
     versions = read_object(run.folder / "versions.json").get("versions") or {}
     return template.render(
-        front=_front_matter(run, target, base, loading["sees"]),
+        front=_front_matter(run, target, base, sees),
         run=run,
         base=base,
         method=describe_method(dict(rloo)),
@@ -100,6 +103,7 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
         exported_with=f"rloo-kit {__version__}, transformers {version('transformers')}",
         target=target,
         verdict=verdict,
+        sees=sees,
         **loading,
     )
 

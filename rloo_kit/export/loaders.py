@@ -25,9 +25,8 @@ def score_completion(
 
     ids = torch.tensor([prompt + completion], device=model.device)
     with torch.no_grad():
-        logits = (
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0, len(prompt) - 1 : -1].float()
-        )
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images)
+    logits = output.logits[0, len(prompt) - 1 : -1].float()
     targets = torch.tensor(completion, device=model.device)
     logps = torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
     return logps.tolist(), logits.argmax(dim=-1).tolist()

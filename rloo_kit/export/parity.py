@@ -57,11 +57,11 @@ class Reference:
     """The trained policy's greedy completions."""
 
     rows: list[dict[str, Any]]  # text, ids and images of a prompt, completion and logps of its tokens
-    auto: str  # class of transformers that loads the model
     limit: int  # of a completion, in tokens
     compute: str  # dtype of the policy's base
     device: str  # on which it ran
     num_rows: int  # of the vocabulary
+    auto: str  # class of transformers that loads the model
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,8 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
                 prompt = _without_references(policy.tokenizer, prompt)
             rows.append(prompt | {"completion": completion.ids, "logps": logps})
     auto = f"AutoModelFor{'ImageTextToText' if hasattr(policy.tokenizer, 'vision') else 'CausalLM'}"
-    return Reference(
-        rows, auto, limit, str(table.dtype).removeprefix("torch."), str(policy.model.device), table.shape[0]
-    )
+    dtype, device = str(table.dtype).removeprefix("torch."), str(policy.model.device)
+    return Reference(rows, limit, dtype, device, table.shape[0], auto)
 
 
 def _without_references(tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -150,14 +149,8 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
     Raises:
         ExportError: it does not load, or differs by more than the limits; the message has the figures.
     """
-    request |= {
-        "loader": loader,
-        "model": str(model),
-        "auto": reference.auto,
-        "compute": reference.compute,
-        "device": reference.device,
-    }
-    reply = _ask(request | {"limit": reference.limit, "rows": reference.rows})
+    request |= {"loader": loader, "model": str(model), "limit": reference.limit, "rows": reference.rows}
+    reply = _ask(request | {"auto": reference.auto, "compute": reference.compute, "device": reference.device})
     differences: list[float] = []
     equal = unseen = 0
     for row, found in zip(reference.rows, reply["rows"], strict=True):
