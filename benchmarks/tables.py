@@ -124,11 +124,11 @@ def _times() -> list[list[str]]:
 
 def times_table(_: Any = None) -> list[str]:
     """Each config on its GPU: rows at once, memory, seconds a step, hours; with what `make setup` installs, and hours
-    with the other engines. Left out: one that differs by its data."""
+    with the other engines. Left out: one that differs by its data, and with images, which one engine samples."""
     rows = [
         [config, gpu.partition(",")[0], *cells, by_generate, with_vllm]
         for config, gpu, *cells, _, by_generate, _, with_vllm in _times()
-        if "gym" not in config
+        if "gym" not in config and "_vl_" not in config
     ]
     return table(["config", "GPU", "tokens", "rows", "GiB", "s a step", "h", "h, `generate`", "h, vLLM"], rows)
 

@@ -171,9 +171,11 @@ def load_tokenizer(run: RunConfig) -> Any | None:
     setup_environment(run.model.backend)
     transformers = load_stack().transformers
     if run.model.is_embedded:
-        from rloo_kit.demo.cold_start import build_tokenizer
+        from rloo_kit.demo.cold_start import build_tokenizer, image_ids
 
-        return build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX))
+        tokenizer = build_tokenizer(run.model.name.removeprefix(EMBEDDED_PREFIX))
+        if not image_ids(tokenizer):  # else the folder of the model, built if missing, says how images are read
+            return tokenizer
     from rloo_kit.models.source import find_source
 
     with suppress(OSError, ValueError, BackendError):

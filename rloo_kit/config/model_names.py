@@ -10,7 +10,7 @@ from typing import Any
 from rloo_kit.system.environment import cache_folder
 
 KINDS = ("thinking", "instruct", "untaught")  # untaught: a thinking model with random weights
-FAMILIES = ("addition", "subtraction", "checked_addition", "chain_sum")  # in tasks/families.py
+FAMILIES = ("addition", "subtraction", "checked_addition", "chain_sum", "shapes")  # in tasks/families.py
 DEFAULT_FAMILY = "addition"
 EMBEDDED_PREFIX = "embedded/"
 SMOLLM2_PREFIX = "smollm2/"  # a real language model, from a Python package
@@ -47,7 +47,7 @@ def find_embedded_problem(name: str) -> str | None:
     """Why no embedded model has that name (prefix optional); None if one does.
 
     >>> find_embedded_problem("embedded/thinking@subtraktion")
-    "there is no task family 'subtraktion': take addition, subtraction, checked_addition, chain_sum"
+    "there is no task family 'subtraktion': take addition, subtraction, checked_addition, chain_sum, shapes"
     """
     kind, _, family = name.removeprefix(EMBEDDED_PREFIX).partition("@")
     if kind not in KINDS:

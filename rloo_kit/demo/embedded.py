@@ -26,7 +26,15 @@ from rloo_kit.config.model_names import (
     smollm2_folder,
     split_model_name,
 )
-from rloo_kit.demo.cold_start import TOOL_TURNS, ColdStart, build_tokenizer, check_name, find_plan, train_embedded
+from rloo_kit.demo.cold_start import (
+    TOOL_TURNS,
+    ColdStart,
+    build_image_processor,
+    build_tokenizer,
+    check_name,
+    find_plan,
+    train_embedded,
+)
 from rloo_kit.errors import ConfigError, SetupError
 from rloo_kit.runs.files import write_json, write_text
 from rloo_kit.system.environment import CACHE_VARIABLE, cache_folder
@@ -274,9 +282,11 @@ def run_as_program() -> None:
     torch.set_num_threads(1)
     kind = recipe["kind"]
     family = families.IN_THE_HEAD if kind == "instruct" else find_family(recipe["family"])
-    tokenizer = build_tokenizer(kind)
+    tokenizer = build_tokenizer(f"{kind}@{recipe['family']}" if kind == "thinking" else kind)
     report = partial(print, _PROGRESS, sep="", flush=True)
     model = train_embedded(tokenizer, kind, family, plan, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family.picture_tokens:
+        build_image_processor().save_pretrained(folder)
     write_json(folder / RECORD, recipe)

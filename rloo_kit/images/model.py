@@ -182,15 +182,19 @@ def choose_class(run: RunConfig, folder: str, config: Any) -> tuple[Any, Vision 
     """The class of transformers that loads a checkpoint with a `vision_config`, and what it does with images; None for
     a class without a vision tower, or whose images the kit does not read. Raises BackendError if `model.vision` asks
     for what there is not."""
-    wanted, text_only = run.model.vision, type(config) in AutoModelForCausalLM._model_mapping
-    known = config.model_type in WRITINGS
+    known, wanted = config.model_type in WRITINGS, run.model.vision
+    mapping = AutoModelForCausalLM._model_mapping
+    text_only = type(config) in mapping and not _sees(mapping[type(config)])
     if wanted is not None and not (known if wanted else text_only):
         lacks = "images that the kit does not read" if wanted else "no class without its vision tower"
         raise BackendError(f"model.vision is {str(wanted).lower()}, but {config.model_type} has {lacks}: remove it")
     loader = AutoModelForImageTextToText if known and (wanted or not text_only) else AutoModelForCausalLM
-    kind = loader._model_mapping[type(config)] if known else None
-    has_tower = kind is not None and kind.__name__.endswith("ForConditionalGeneration")
+    has_tower = known and _sees(loader._model_mapping[type(config)])
     return loader, Vision(folder, config, run.data.max_pixels) if has_tower else None
+
+
+def _sees(kind: type) -> bool:
+    return kind.__name__.endswith("ForConditionalGeneration")
 
 
 def open_tokenizer(run: RunConfig, folder: str, tokenizer: Any) -> Any:

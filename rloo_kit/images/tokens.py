@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # its public name asks for torchvision
 
@@ -73,6 +73,7 @@ class Vision:
         max_pixels: larger images are scaled down to it, where the model takes images of any size.
     """
 
+    tower: ClassVar = ("model.visual", "model.vision_tower", "model.multi_modal_projector")  # never in 4 bits
     folder: str
     config: Any
     max_pixels: int

@@ -26,13 +26,14 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     _check_quantised(run, config)
     tokenizer = AutoTokenizer.from_pretrained(source.base)
-    dtype, quantization = getattr(torch, dtype_name(run)), None
-    if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
-        nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
     loader, vision = AutoModelForCausalLM, None
     if hasattr(config, "vision_config"):
         loader, vision = part("images").choose_class(run, source.base, config)
+    dtype, quantization = getattr(torch, dtype_name(run)), None
+    if run.model.load_in_4bit and getattr(config, "quantization_config", None) is None:
+        nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        nf4 |= {"llm_int8_skip_modules": ["lm_head", *vision.tower]} if vision is not None else {}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
     model = loader.from_pretrained(
         source.base, dtype=dtype, device_map={"": str(device)}, quantization_config=quantization
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rloo_kit import sizes
 from rloo_kit.plan.shapes import ModelShape
+from rloo_kit.plan.tower import Tower
 from rloo_kit.system.gpu import GIB
 
 CONTEXT_GIB = 0.7  # CUDA's context, and the work spaces of its libraries; without a GPU: Python with torch and trl
@@ -27,6 +28,9 @@ UNSLOTH_BATCHED_TOKENS = ((4, 2048), (12, 4096), (24, 6144), (float("inf"), 8192
 # Of Qwen3.5, 0.8B to 27B: a state takes as much as so many tokens' keys and values in all layers, and transformers' own
 # delta nets save so many times what gated attention does.
 HYBRID_TOKENS, HYBRID_SAVED = 800, 3.25
+# Bytes for a patch and an element of the tower's width, by bytes per activation, counted on a CPU: of a pass without
+# gradient (Qwen3-VL 40, Qwen2-VL 62), and saved by a block with an adapter (Qwen2.5-VL 51, Qwen2-VL 93).
+IMAGE_BYTES, TOWER_SAVED = {2: 40, 4: 62}, {2: 51, 4: 93}
 # The most by which a measured peak exceeded its computed one in benchmarks/results/plan_calibration.json: the possible
 # error of a plan.
 UNMEASURED = 0.1
@@ -46,6 +50,7 @@ class Workload:
         completions: per call of the engine in this process. max_length: longest row that vLLM must support.
         vllm_bytes: vLLM's share of the GPU if the file sets it. unknown_bytes: of layers that Unsloth's dynamic 4-bit
             copies keep in 16 bit, at most. keeps_gradients: a step has several rollouts.
+        max_pixels: of an image. trains_tower: its linear layers have an adapter too.
     """
 
     shape: ModelShape
@@ -72,6 +77,8 @@ class Workload:
     vllm_bytes: int | None = None
     keeps_gradients: bool = True
     unknown_bytes: int = 0
+    max_pixels: int = 262144
+    trains_tower: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -123,6 +130,11 @@ def table_bytes(work: Workload) -> int:
     return (work.shape.table_weights + work.shape.vector_weights) * work.weight_bytes
 
 
+def tower_bytes(work: Workload) -> int:
+    """The vision tower, in the base's dtype; 0 without one."""
+    return 0 if work.shape.tower is None else work.shape.tower.num_weights * work.weight_bytes
+
+
 def _trained_matrices(work: Workload) -> Iterator[tuple[int, int, int]]:
     """(rows, columns, count) of the trained matrices; norms and biases as one row."""
     shape, rank = work.shape, work.lora_rank
@@ -132,6 +144,9 @@ def _trained_matrices(work: Workload) -> Iterator[tuple[int, int, int]]:
         yield shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2
         yield 1, shape.vector_weights, 1
         return
+    for rows, columns, count in shape.tower.matrices if shape.tower is not None and work.trains_tower else ():
+        yield rows, rank, count
+        yield rank, columns, count
     for name, (rows, columns) in (shape.matrices | tables).items():
         if name.rpartition(".")[2] in work.lora_targets:
             count = 1 if name in tables else shape.num_layers
@@ -189,7 +204,8 @@ def saved_bytes_per_token(work: Workload) -> int:
         copied = sum(inputs[name] + 2 * rank for name in trained)
     else:
         copied = 2 * shape.hidden_size + inputs["o_proj"] + inputs["down_proj"] + len(trained) * rank
-    saved = (2 * shape.hidden_size + qk_norm) * FLOAT + (attention + 3 * shape.intermediate_size + copied) * size
+    norms = (shape.num_norms * shape.hidden_size + qk_norm) * FLOAT
+    saved = norms + (attention + 3 * shape.intermediate_size + copied) * size
     return int(HYBRID_SAVED * saved) if shape.is_hybrid else saved
 
 
@@ -235,6 +251,30 @@ def sampling_bytes(work: Workload, rows: int) -> int:
     width = 4 * shape.hidden_size + 2 * shape.query_size + 4 * shape.kv_size + 3 * shape.intermediate_size
     prompts = -(-rows // work.num_generations)
     return logits + prompts * work.prompt_tokens * width * work.compute_bytes
+
+
+def feature_bytes(tower: Tower, work: Workload) -> int:
+    """Features of images: those that are kept, or, of a trained tower, at most all tokens of a rollout's prompts."""
+    if not work.trains_tower:
+        return sizes.FEATURE_CACHE_BYTES
+    prompts = -(-work.completions // work.num_generations)
+    return prompts * work.prompt_tokens * tower.out_size * tower.levels * work.weight_bytes
+
+
+def image_bytes(tower: Tower, work: Workload) -> int:
+    """A pass of the tower without gradient, one image at a time."""
+    tokens = min(tower.image_tokens(work.max_pixels), work.prompt_tokens)
+    return tokens * tower.merge**2 * tower.width * IMAGE_BYTES[work.compute_bytes]
+
+
+def tower_activation_bytes(tower: Tower, work: Workload) -> int:
+    """Activations of the tower that a training pass saves, if all tokens of its prompts are of images."""
+    prompts = -(-work.completions // work.num_generations)
+    patches = min(prompts * work.prompt_tokens, work.pass_tokens) * tower.merge**2
+    layer, checkpoint = tower.width * TOWER_SAVED[work.compute_bytes], tower.width * work.compute_bytes
+    if work.checkpointing == "off":
+        return patches * layer * (tower.depth + tower.levels)  # a merger saves less than a block
+    return patches * (layer * (1 + tower.levels) + checkpoint * tower.depth)
 
 
 def vllm_weight_bytes(work: Workload) -> int:
@@ -317,7 +357,7 @@ class MemoryPart:
 def list_parts(work: Workload, rows: int) -> list[MemoryPart]:
     """The parts, which add up to the two peaks, with `rows` completions of a rollout at once at full length."""
     sampling = {"server": _list_server, "vllm": _list_vllm}.get(work.engine, _list_sampling)
-    table = [*_list_lasting(work), *sampling(work, rows), *_list_passes(work)]
+    table = [*_list_lasting(work), *_list_images(work), *sampling(work, rows), *_list_passes(work)]
     return [MemoryPart(name, rollout / GIB, training / GIB, detail) for name, rollout, training, detail in table]
 
 
@@ -330,7 +370,8 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
     kind = "NF4, double quantisation" if work.four_bit else f"{8 * work.weight_bytes} bits"
     tables = "embedding, tied with the head" if shape.tied else "embedding and head"
     tables += f", {shape.vocab_size} x {shape.hidden_size}; norms; {8 * work.weight_bytes} bits"
-    copied = {"none": 0, "adapter": trained, "model": body_bytes(work) + table_bytes(work)}[work.reference]
+    model = body_bytes(work) + table_bytes(work) + tower_bytes(work)
+    copied = {"none": 0, "adapter": trained, "model": model}[work.reference]
     largest_matrix = max(rows * columns for rows, columns in shape.matrices.values())
     lasting = (
         ("weights: layers", body_bytes(work), f"{shape.body_weights / 1e6:,.4g} M in {kind}"),
@@ -343,6 +384,18 @@ def _list_lasting(work: Workload) -> Iterator[Row]:
     )
     yield from ((name, size, size, detail) for name, size, detail in lasting if size)
     yield "gradients", trained * work.keeps_gradients, trained, "float32"  # with the sums of streaming
+
+
+def _list_images(work: Workload) -> Iterator[Row]:
+    """The vision tower, and what images need."""
+    if (tower := work.shape.tower) is None:
+        return
+    weights = tower_bytes(work)
+    tokens, kept = tower.image_tokens(work.max_pixels), feature_bytes(tower, work)
+    training = tower_activation_bytes(tower, work) if work.trains_tower else 0
+    yield "weights: tower", weights, weights, f"{tower.num_weights / 1e6:,.4g} M in {8 * work.weight_bytes} bits"
+    yield "image features", kept, kept, "of the images of a rollout" if work.trains_tower else "kept, at most"
+    yield "images", image_bytes(tower, work), training, f"at most {tokens} tokens each; one at a time in a rollout"
 
 
 def _list_passes(work: Workload) -> Iterator[Row]:

@@ -28,6 +28,7 @@ from rloo_kit.plan.parts import (
 )
 from rloo_kit.plan.shapes import DYNAMIC_ENDING, ModelShape, find_shape, shape_of_config
 from rloo_kit.plan.speed import find_gpu, hours_on_cpu, run_time, step_completions
+from rloo_kit.plan.tower import Tower
 from rloo_kit.plan.vram_plan import EngineChoice, Machine, Remedy, VllmPlan, VramPlan
 from rloo_kit.runs.find import read_adapter
 from rloo_kit.sizes import TOKENS_PER_PASS
@@ -74,6 +75,7 @@ def read_workload(
     backend's engine without vLLM."""
     model, rloo, vllm = run.model, run.rloo, run.rollout.vllm
     shape = find_shape(run) if config is None else shape_of_config(config, "the loaded model")
+    shape = replace(shape, tower=_loaded_tower(run, shape))
     on_cuda, fused, processes = machine.on_cuda, uses_unsloth(run, machine), count_processes()
     dtype = model.dtype if model.dtype != "auto" else "bfloat16" if on_cuda and model.lora else "float32"
     rank, targets, reference = _read_trained(run, shape)
@@ -83,7 +85,8 @@ def read_workload(
         longest = min(rloo.thinking_budget + closing + rloo.answer_budget, longest)
     engine = engine or run.rollout.engine
     if engine == "auto":
-        engine = "generate" if shape.is_hybrid or (fused and not shape.has_kernels) else "native"
+        is_walked = not (shape.is_hybrid or shape.is_gemma3 or (fused and not shape.has_kernels))
+        engine = "native" if is_walked else "generate"
     checkpointing = "on" if model.gradient_checkpointing else "off"
     share = vllm.gpu_memory_utilization
     work = Workload(
@@ -110,10 +113,24 @@ def read_workload(
         enforce_eager=vllm.enforce_eager,
         vllm_bytes=None if share is None else int(share * machine.total_gib * GIB),
         keeps_gradients=rloo.generation_batch_size < step_completions(run) * processes,
+        max_pixels=run.data.max_pixels,
+        trains_tower=model.lora is not None and model.lora.vision,
     )
     if model.name.endswith(DYNAMIC_ENDING):
         return replace(work, unknown_bytes=int(DYNAMIC_SHARE * (body_bytes(work) + table_bytes(work))))
     return work
+
+
+def _loaded_tower(run: RunConfig, shape: ModelShape) -> Tower | None:
+    """The vision tower that the run loads; None without one. Raises ConfigError if its shape is unknown."""
+    wanted, tower = run.model.vision, shape.tower
+    if wanted and tower is None:
+        raise ConfigError(
+            f"model.vision is true, but no vision tower of {run.model.name} is known ({shape.source}), so its memory "
+            f"cannot be planned. Download its config.json: hf download {run.model.name} config.json, or set "
+            "model.vision=null"
+        )
+    return tower if wanted or (wanted is None and tower and not tower.is_optional) else None
 
 
 def _read_trained(run: RunConfig, shape: ModelShape) -> tuple[int | None, Iterable[str], str]:
@@ -160,6 +177,8 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
 
 def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) -> str | None:
     """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix."""
+    if work.shape.tower is not None:
+        return "the run loads a vision tower, and its images are not passed to vLLM; set rollout.engine=generate"
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):

@@ -12,14 +12,18 @@ from typing import Any
 from rloo_kit.config.model_names import SMOLLM2
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
+from rloo_kit.plan.tower import QWEN_VL, TOWERS, Tower, tower_of_config
 from rloo_kit.runs.find import find_in_cache, hub_cache, read_adapter
 
 HAS_KERNELS = ("qwen3", "qwen2", "llama", "mistral")  # Unsloth's own kernels; it compiles the others
-SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5")  # the same MLP; attention differs by norms, biases, gates, delta nets
+# The same MLP; attention differs by norms, biases, gates, delta nets.
+SUPPORTED = (*HAS_KERNELS, "smollm3", "qwen3_5", "gemma3", *QWEN_VL)
 QWEN3_ROWS, QWEN3_5_ROWS, LLAMA3_ROWS = 151936, 248320, 128256
 BNB_ENDING = "-bnb-4bit"
 DYNAMIC_ENDING = f"-unsloth{BNB_ENDING}"  # Unsloth's copies that keep some layers in 16 bit
-_ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-base")
+_ENDINGS = (DYNAMIC_ENDING, BNB_ENDING, "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-base")
+# Keys that Gemma3's own `config.json` leaves to the defaults of its class.
+_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
 _KEYS = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
 
 
@@ -30,8 +34,10 @@ class ModelShape:
     Attributes:
         tied: the head is the embedding. qk_norm: norms of queries and keys, as in Qwen3. qkv_bias: as in Qwen2.
         is_hybrid: Qwen3.5, three of four layers of which are delta nets: counted from above, as gated attention.
+        is_gemma3: four norms a layer, and sliding windows, which are counted as full.
         has_kernels: Unsloth has kernels for this type.
         is_quantised: the checkpoint has 4-bit weights. source: where the shape was read, for display.
+        tower: turns images into tokens; None if the model has none, or the run does not load it.
     """
 
     hidden_size: int
@@ -45,9 +51,16 @@ class ModelShape:
     qk_norm: bool = True
     qkv_bias: bool = False
     is_hybrid: bool = False
+    is_gemma3: bool = False
     has_kernels: bool = True
     is_quantised: bool = False
     source: str = "given"
+    tower: Tower | None = None
+
+    @property
+    def num_norms(self) -> int:
+        """Norms of a layer's width."""
+        return 4 if self.is_gemma3 else 2
 
     @property
     def query_size(self) -> int:
@@ -81,7 +94,7 @@ class ModelShape:
     @property
     def vector_weights(self) -> int:
         """Weights of norms and biases, the last norm included."""
-        of_a_layer = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        of_a_layer = self.num_norms * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         of_a_layer += self.query_size + 2 * self.kv_size if self.qkv_bias else 0
         return self.num_layers * of_a_layer + self.hidden_size
 
@@ -92,7 +105,7 @@ class ModelShape:
 
     @property
     def num_weights(self) -> int:
-        """All weights, each counted once."""
+        """All weights of the decoder, each counted once."""
         return self.body_weights + self.vector_weights + self.table_weights
 
     @property
@@ -121,6 +134,9 @@ PUBLISHED = {
     "32b": ModelShape(5120, 25600, 64, 64, 8, 128, QWEN3_ROWS, False),
 }
 NAMED = {f"qwen3-{size}": shape for size, shape in PUBLISHED.items()} | {
+    "qwen3-vl-2b": replace(PUBLISHED["1.7b"], has_kernels=False),
+    "qwen3-vl-4b": replace(PUBLISHED["4b"], has_kernels=False),
+    "qwen3-vl-8b": replace(PUBLISHED["8b"], has_kernels=False),
     "qwen3.5-0.8b": _qwen3_5(1024, 3584, 24, 8, 2, True),
     "qwen3.5-2b": _qwen3_5(2048, 6144, 24, 8, 2, True),
     "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 4, True),
@@ -166,10 +182,11 @@ def _find_by_name(name: str, depth: int = 0) -> ModelShape:
     for ending in _ENDINGS:
         short = short.removesuffix(ending)
     if short in NAMED:
-        return replace(NAMED[short], is_quantised=is_quantised, source="the published shapes")
+        tower = TOWERS.get(short)
+        return replace(NAMED[short], is_quantised=is_quantised, source="the published shapes", tower=tower)
     raise ConfigError(
         f"model.name is {name}, which is neither a folder nor in the Hugging Face cache ({hub_cache()}), nor a "
-        "known shape (Qwen3, Qwen3.5, SmolLM3-3B), so its memory cannot be planned. Download its "
+        "known shape (Qwen3, Qwen3-VL, Qwen3.5, SmolLM3-3B), so its memory cannot be planned. Download its "
         f"config.json first: hf download {name} config.json"
     )
 
@@ -179,6 +196,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
     has experts or unsupported layers."""
     text = config.get("text_config") or config
     kind = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
+    text = {**_GEMMA3, **text} if kind == "gemma3" else text
     missing = [key for key in _KEYS if not isinstance(text.get(key), int)]
     has_experts = any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     if kind not in SUPPORTED or has_experts or missing:
@@ -189,6 +207,7 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         )
     quantisation = text.get("quantization_config") or config.get("quantization_config") or {}
     heads = text["num_attention_heads"]
+    is_tied = text.get("tie_word_embeddings", kind in ("smollm3", "gemma3"))  # the default of its class in transformers
     return ModelShape(
         hidden_size=text["hidden_size"],
         intermediate_size=text["intermediate_size"],
@@ -197,11 +216,13 @@ def shape_of_config(config: Mapping[str, Any], source: str = "config.json") -> M
         num_kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         vocab_size=text["vocab_size"],
-        tied=bool(text.get("tie_word_embeddings", kind == "smollm3")),  # the default of its class in transformers
-        qk_norm=kind in ("qwen3", "qwen3_5"),
-        qkv_bias=kind == "qwen2",
+        tied=bool(config.get("tie_word_embeddings", is_tied)),
+        qk_norm=kind in ("qwen3", "qwen3_5", "qwen3_vl", "gemma3"),
+        qkv_bias=kind in ("qwen2", "qwen2_vl", "qwen2_5_vl"),
         is_hybrid=kind == "qwen3_5",
+        is_gemma3=kind == "gemma3",
         has_kernels=kind in HAS_KERNELS,
         is_quantised=bool(quantisation.get("load_in_4bit") or quantisation.get("_load_in_4bit")),
         source=source,
+        tower=tower_of_config(config),
     )

@@ -98,6 +98,7 @@ class ModuleDecoder:
 
     Attributes:
         replayable: whether `decode` is a fixed sequence of operations once `prepare` was called.
+        reads_images: ids of prompts may stand for images, which only the model's own forward reads.
     """
 
     replayable = False
@@ -105,6 +106,7 @@ class ModuleDecoder:
     def __init__(self, model: Any) -> None:
         self.model = model.get_base_model() if hasattr(model, "peft_config") else model
         self.device = self.model.get_input_embeddings().weight.device
+        self.reads_images = hasattr(self.model.base_model, "check_prompt")
         self._float_mask = self.model.config.get_text_config()._attn_implementation == "eager"
 
     def prepare(self, length: int) -> None:
@@ -115,12 +117,12 @@ class ModuleDecoder:
         width = max(map(len, prompts))
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
         filled = self.model.base_model(input_ids=ids, use_cache=True).past_key_values
-        offsets = getattr(filled, "position_offsets", None)
-        if offsets is not None and cache.position_offsets is None:
-            cache.position_offsets = offsets.new_zeros(cache.slots, 1)
-        if cache.position_offsets is not None:
+        if self.reads_images:
+            if cache.position_offsets is None:
+                cache.position_offsets = torch.zeros(cache.slots, 1, dtype=torch.long, device=self.device)
+            offsets = getattr(filled, "position_offsets", [0] * len(prompts))
             for number, (first, count) in enumerate(slots):
-                cache.position_offsets[first : first + count] = 0 if offsets is None else offsets[number]
+                cache.position_offsets[first : first + count] = offsets[number]
         for layer, states in enumerate(filled.layers):
             for number, (first, count) in enumerate(slots):
                 length = len(prompts[number])

@@ -15,7 +15,7 @@ from rloo_kit.sizes import MERGED_LIMIT_BYTES, NESTED_BLOCK
 
 # Classes whose layers are those that `DirectDecoder` walks; a class that is like them but for a scale, layers without
 # positions or another rotation gives almost the same logits for a few tokens.
-PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PLAIN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text", "qwen2_5_vl_text")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
 
 
@@ -47,7 +47,7 @@ class DirectDecoder(ModuleDecoder):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        config, backbone = self.model.config, self.model.get_decoder()
+        config, backbone = self.model.config.get_text_config(), self.model.get_decoder()
         _check(self.model)
         attention = backbone.layers[0].self_attn
         self.head_size = attention.head_dim
@@ -68,6 +68,8 @@ class DirectDecoder(ModuleDecoder):
             self._rotate()
 
     def prefill(self, prompts: list[list[int]], cache: SlotCache, slots: list[tuple[int, int]]) -> None:
+        if self.reads_images:
+            return super().prefill(prompts, cache, slots)
         width = max(map(len, prompts))
         self.prepare(width)
         ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)  # (B, P)
@@ -99,7 +101,9 @@ class DirectDecoder(ModuleDecoder):
             output = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self._scale)
             return output.reshape(len(tokens), -1)
 
-        hidden = self._walk(tokens, positions, attend)
+        offsets = cache.position_offsets
+        places = positions if offsets is None else positions + offsets[: len(positions), 0]
+        hidden = self._walk(tokens, places, attend)
         return functional.linear(self._normalise(hidden, self._last), self._head.weight, self._head.bias)
 
     def _walk(
@@ -276,7 +280,7 @@ def _adapter_of(module: Any) -> str | None:
 
 
 def _check(model: Any) -> None:
-    config = model.config
+    config = model.config.get_text_config()
     if config.model_type not in PLAIN_TYPES or config.hidden_act != "silu":
         raise NotPlainError("is another class, or has another activation")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in FIXED_ROTATIONS:

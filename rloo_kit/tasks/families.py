@@ -1,10 +1,11 @@
 """Task families of the embedded model: prompts for RLOO and demonstrations for the cold start, behind `Family`.
 
-A family has a generator (`draw`, `question`), demonstrations (`work`) and the habit that its cold start
+A family has a generator (`draw`, `question`, `picture`), demonstrations (`work`) and the habit that its cold start
 teaches. A checksum of the problem's identity reserves half of all problems for the cold start, so a run never sees
 those.
 """
 
+import io
 import random
 import zlib
 from abc import ABC, abstractmethod
@@ -41,6 +42,7 @@ class Family(ABC):
     habit: Habit = Habit(skip=0.75, slip=0.15, guess=0.7)  # that the cold start teaches in addition to the method
     steps: int = 640  # of the cold start, at least 1
     max_rows: int = 10_000  # most problems of a run, at least 1; few enough that drawing stays fast
+    picture_tokens: int = 0  # of the picture that a question is about, one for 16 x 16 pixels; 0: there are no pictures
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Any:
@@ -49,6 +51,10 @@ class Family(ABC):
     @abstractmethod
     def question(self, problem: Any) -> str:
         """The user's message."""
+
+    def picture(self, problem: Any) -> Any:
+        """The PIL image that the question is about, the same for the same problem; of a family that has pictures."""
+        raise NotImplementedError
 
     @abstractmethod
     def work(self, problem: Any, rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
@@ -123,20 +129,27 @@ def draw_problems(family: Family, num: int, seed: int, name: str = DEFAULT_FAMIL
     return list(problems.values())
 
 
-def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMILY) -> list[dict[str, str]]:
-    """`num` rows with a `prompt` (the user's message, no template) and the right `answer`; no problem occurs twice."""
-    problems = draw_problems(family, num, seed, name)
-    return [{"prompt": family.question(problem), "answer": family.answer(problem)} for problem in problems]
+def make_rows(family: Family, num: int, seed: int = 0, name: str = DEFAULT_FAMILY) -> list[dict[str, Any]]:
+    """`num` rows with a `prompt` (the user's message, no template), the right `answer` and, of a family with pictures,
+    the `image` as the bytes of a PNG file; no problem occurs twice."""
+    return [_row(family, problem) for problem in draw_problems(family, num, seed, name)]
+
+
+def _row(family: Family, problem: Any) -> dict[str, Any]:
+    row = {"prompt": family.question(problem), "answer": family.answer(problem)}
+    if not family.picture_tokens:
+        return row
+    family.picture(problem).save(file := io.BytesIO(), format="PNG")
+    return row | {"image": file.getvalue()}
 
 
 def worked_rows(
     family: Family, num: int, seed: int = 0, thinking: bool = True, name: str = DEFAULT_FAMILY
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """`make_rows` with a `completion`, a demonstration with the habit `WORKED`."""
     rng = random.Random(f"worked-{seed}")
     return [
-        {"prompt": family.question(problem), "answer": family.answer(problem)}
-        | {"completion": demonstration(family, problem, rng, WORKED, thinking)}
+        _row(family, problem) | {"completion": demonstration(family, problem, rng, WORKED, thinking)}
         for problem in draw_problems(family, num, seed, name)
     ]
 
@@ -300,3 +313,73 @@ class ChainSum(Family):
 
 
 CHAIN_SUM = ChainSum()
+
+
+class Shapes(Family):
+    """How many shapes of a colour a picture has, `red?`: a grid of 4 x 4 cells, each empty or with a shape, 0 to 9 of
+    them of the colour asked for, every number equally likely. The thinking reads the grid row by row: the number so far
+    at each shape of that colour, the initial of another colour, a dot for an empty cell. The habit: it mostly answers
+    without looking. A problem is a colour and the initials of all cells; sizes, places and tints follow from them."""
+
+    colours = {"red": (214, 50, 47), "green": (48, 150, 72), "blue": (40, 92, 204)}
+    side, cell = 4, 16  # cells, pixels
+    alphabet = "".join(sorted(set("".join(colours) + "0123456789.?")))
+    steps = 540
+    picture_tokens = side**2
+
+    def draw(self, rng: random.Random) -> tuple[str, str]:
+        asked, *others = rng.sample(list(self.colours), 3)
+        count = rng.randint(0, 9)
+        cells = [asked[0]] * count
+        cells += [rng.choice((".", *(name[0] for name in others))) for _ in range(self.side**2 - count)]
+        rng.shuffle(cells)
+        return asked, "".join(cells)
+
+    def question(self, problem: tuple[str, str]) -> str:
+        return f"{problem[0]}?"
+
+    def identity(self, problem: tuple[str, str]) -> str:
+        return " ".join(problem)
+
+    def picture(self, problem: tuple[str, str]) -> Any:
+        from PIL import Image, ImageDraw
+
+        rng = random.Random(self.identity(problem))
+        image = Image.new("RGB", (self.side * self.cell, self.side * self.cell), (250, 250, 247))
+        pen = ImageDraw.Draw(image)
+        tints = {name[0]: tint for name, tint in self.colours.items()}
+        for place, mark in enumerate(problem[1]):
+            if mark == ".":
+                continue
+            row, column = divmod(place, self.side)
+            size = rng.randint(8, 12)
+            x, y = (start * self.cell + rng.randint(1, self.cell - 1 - size) for start in (column, row))
+            fill = tuple(part + rng.randint(-25, 25) for part in tints[mark])
+            shape = rng.choice(("circle", "square", "triangle"))
+            if shape == "circle":
+                pen.ellipse((x, y, x + size, y + size), fill=fill)
+            elif shape == "square":
+                pen.rectangle((x, y, x + size, y + size), fill=fill)
+            else:
+                pen.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill=fill)
+        return image
+
+    def work(self, problem: tuple[str, str], rng: random.Random, slip: float = 0.0) -> tuple[str, str]:
+        """
+        >>> SHAPES.work(("red", "r.gbr...bbbbgg.r"), random.Random(0))
+        ('1.gb\\n2...\\nbbbb\\ngg.3', '3')
+        """
+        asked, cells = problem
+        lines, count = [], 0
+        for start in range(0, len(cells), self.side):
+            missed = start + rng.randrange(self.side) if rng.random() < slip else None
+            line = ""
+            for place in range(start, start + self.side):
+                mark, found = cells[place], (cells[place] == asked[0]) != (place == missed)
+                count = (count + found) % 10
+                line += str(count) if found else "." if mark == asked[0] else mark
+            lines.append(line)
+        return "\n".join(lines), str(count)
+
+
+SHAPES = Shapes()

@@ -16,7 +16,16 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ConfigError
 from rloo_kit.loop.options import loaded_engine
 from rloo_kit.models.policy import Policy
-from rloo_kit.plan.parts import CONTEXT_GIB, Workload, body_bytes, own_bytes, rollout_gib, table_bytes, training_gib
+from rloo_kit.plan.parts import (
+    CONTEXT_GIB,
+    Workload,
+    body_bytes,
+    own_bytes,
+    rollout_gib,
+    table_bytes,
+    tower_bytes,
+    training_gib,
+)
 from rloo_kit.plan.planner import find_machine, plan_vram, read_workload
 from rloo_kit.plan.vram_plan import Machine
 from rloo_kit.rollout.types import FOREIGN
@@ -116,7 +125,7 @@ class MemoryWatch:
             measured = peak.gib + CONTEXT_GIB
             spare = peak.reserved_gib - peak.gib
         elif peak.start_gib is not None:
-            loaded = body_bytes(load) + table_bytes(load) + own_bytes(load)
+            loaded = body_bytes(load) + table_bytes(load) + tower_bytes(load) + own_bytes(load)
             measured = peak.gib - peak.start_gib + loaded / GIB + CONTEXT_GIB
         else:
             return None

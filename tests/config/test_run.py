@@ -126,8 +126,9 @@ def test_a_model_of_one_family_takes_its_prompts_and_files(minimal: Path) -> Non
 
 # ------------------------------------------------------------------------------------------ the files that ship
 
-EVENINGS = sorted({*FOLDER.glob("evening*.yaml")} - {FOLDER / "evening_cpu.yaml"})
-LONG = sorted(FOLDER.glob("qwen3*.yaml"))
+IMAGES = FOLDER / "qwen3_vl_4b_thinking.yaml"
+EVENINGS = sorted({*FOLDER.glob("evening*.yaml"), IMAGES} - {FOLDER / "evening_cpu.yaml"})
+LONG = sorted({*FOLDER.glob("qwen3*.yaml")} - {IMAGES})
 
 
 @pytest.mark.parametrize("path", EVENINGS, ids=lambda path: path.stem)
@@ -139,7 +140,7 @@ def test_an_evening_is_one(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     plan = plan_vram(run, int(gpu) * 1e9 / 2**30)
     assert plan.verdict == "fits" and plan.rows == plan.completions == run.eval.batch_size
     assert path.stem.endswith(f"_{gpu}gb") or not path.stem.endswith("gb")
-    assert plan.step is not None and plan.step.hours is not None and 1.2 < plan.step.hours < 3
+    assert plan.step is not None and plan.step.hours is not None and 1.2 < plan.step.hours < 3.5
     assert plan.step.evaluation_s / 3600 < 0.3
     slower = plan_vram(load_config(path, "rollout.engine=generate"), int(gpu) * 1e9 / 2**30).step
     assert slower is not None and slower.hours is not None and slower.hours < 5, "where the kit's decoder is not used"

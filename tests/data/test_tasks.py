@@ -1,8 +1,10 @@
 """Task families: problems that never repeat, right answers, mistakes at the rates asked for."""
 
+import io
 import json
 import random
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rloo_kit.errors import DataError
 from rloo_kit.tasks import families
 from rloo_kit.tasks.families import demonstration, draw_problem, find_family, is_reserved, make_rows, worked_rows
 
+WRITTEN = [name for name in FAMILIES if not find_family(name).picture_tokens]
 ADDITIONS = [families.ADDITION, families.IN_THE_HEAD]
 FIRST = {  # of seed 0
     "addition": "841+27=13+784=401+923=",
@@ -25,7 +28,7 @@ def result_of(question: str) -> str:
     return str(eval(question.rpartition(":")[2].rstrip("=")))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_gold_answers_are_right_and_the_verifier_takes_them(name):
     """A gold answer that the reward refuses makes a task that cannot be solved."""
     family, rng = find_family(name), random.Random(0)
@@ -40,7 +43,7 @@ def test_gold_answers_are_right_and_the_verifier_takes_them(name):
         assert set(text) - set(family.alphabet) <= set("</think>\n")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_no_problem_occurs_twice_and_none_of_a_run_is_in_the_cold_start(name):
     """Held-out accuracy says little about problems that the model was shown while it was built."""
     family, rng = find_family(name), random.Random(0)
@@ -48,6 +51,47 @@ def test_no_problem_occurs_twice_and_none_of_a_run_is_in_the_cold_start(name):
     assert len({row["prompt"] for row in rows}) == 2000
     shown = {family.question(draw_problem(family, rng, reserved=True)) for _ in range(1000)}
     assert not shown & {row["prompt"] for row in rows}
+
+
+def count_coloured_cells(file: bytes, asked: str) -> int:
+    """Cells of a picture with a shape of the colour, from its pixels alone."""
+    from PIL import Image
+
+    image, tint = Image.open(io.BytesIO(file)), families.SHAPES.colours[asked]
+    corners = [(column, row) for row in range(0, 64, 16) for column in range(0, 64, 16)]
+    cells = [[image.getpixel((x + i, y + j)) for i in range(16) for j in range(16)] for x, y in corners]
+    return sum(any(max(map(abs, map(int.__sub__, pixel, tint))) <= 25 for pixel in cell) for cell in cells)
+
+
+def test_the_answer_is_in_the_picture_and_not_in_the_question():
+    """A question that gives its answer away trains a model that never looks, and images swapped would cost nothing."""
+    rows = make_rows(families.SHAPES, 1500, 1, "shapes")
+    assert all(str(count_coloured_cells(row["image"], row["prompt"][:-1])) == row["answer"] for row in rows[:200])
+    counts = Counter((row["prompt"], row["answer"]) for row in rows)
+    assert len(counts) == 30 and max(counts.values()) < 2 * min(counts.values()), "near uniform for each question"
+
+
+def test_pictures_repeat_themselves_and_differ_from_those_of_the_cold_start():
+    """Held-out accuracy says little about pictures that the model was shown while it was built."""
+    family, rng = families.SHAPES, random.Random(0)
+    rows = make_rows(family, 500, 1, "shapes")
+    assert rows[:50] == make_rows(family, 50, 1, "shapes") and len({row["image"] for row in rows}) == 500
+    drawn = [draw_problem(family, rng, reserved=True) for _ in range(500)]
+    assert all(is_reserved(family, problem) for problem in drawn)
+    shown = {family.picture(problem).tobytes() for problem in drawn}
+    assert not shown & {family.picture(problem).tobytes() for problem in families.draw_problems(family, 500, 1)}
+    assert 0.4 < sum(is_reserved(family, family.draw(rng)) for _ in range(1000)) / 1000 < 0.6
+
+
+def test_a_cell_misread_is_one_shape_more_or_less():
+    """An answer that ignored its thinking would teach that looking does not matter."""
+    problem, rng = ("red", "r.gbr...bbbbgg.r"), random.Random(3)
+    found = [families.SHAPES.work(problem, rng, slip=0.5) for _ in range(200)]
+    for thinking, answer in found:
+        digits = [int(mark) for mark in thinking if mark.isdigit()]
+        assert digits == list(range(1, len(digits) + 1)) and answer == str(len(digits)), thinking
+        assert list(map(len, thinking.split("\n"))) == [4, 4, 4, 4]
+    assert 0.0 < sum(answer == "3" for _, answer in found) / 200 < 0.5
 
 
 @pytest.mark.parametrize("family", ADDITIONS)
@@ -74,7 +118,7 @@ def test_more_rows_than_problems_is_refused():
     with pytest.raises(DataError, match=r"10001 addition problems .* up to 10000 .*data.num_prompts"):
         make_rows(families.IN_THE_HEAD, 10_001)
     for family in (families.IN_THE_HEAD, families.EASY, *map(find_family, FAMILIES)):
-        assert len(make_rows(family, family.max_rows)) == family.max_rows
+        assert len(families.draw_problems(family, family.max_rows, 0)) == family.max_rows
 
 
 def test_mistakes_come_at_their_rates_and_the_answer_follows_the_thinking():

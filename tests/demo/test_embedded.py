@@ -22,6 +22,7 @@ from rloo_kit.demo.embedded import (
     RECIPES,
     RECORD,
     build,
+    build_image_processor,
     build_smollm2,
     build_tokenizer,
     name_built,
@@ -89,7 +90,7 @@ def test_cold_start_trains_the_model_that_it_saves(tokenizers, short_plan):
         tokenizer, slots, "thinking", families.ADDITION, pairs, short_plan.habit, random.Random(1)
     )
     with torch.no_grad():
-        loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used))
+        loss = cold_start.imitation_loss(small, tokens, targets, ROWS - len(used), {})
         logits = full(input_ids=torch.tensor(used)[tokens]).logits[:, :-1]
     kept = targets != cold_start.IGNORED
     expected = functional.cross_entropy(logits[kept], torch.tensor(used)[targets[kept]])
@@ -119,6 +120,41 @@ def test_cold_start_learns_and_repeats_itself(tokenizers, short_plan, monkeypatc
         models.append(cold_start.train_embedded(tokenizer, "thinking", families.ADDITION, plan, print).state_dict())
     assert losses[plan.steps - 1] < 0.75 * math.log(27), "no better than guessing evenly among the used rows"
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_the_model_that_sees_is_a_checkpoint_whose_pictures_count(short_plan, tmp_path):
+    """A folder without an image processor loads as a model of text, and one whose tokens of images stand elsewhere than
+    the config says answers as if it saw."""
+    from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    family, made = families.SHAPES, build_tokenizer("thinking@shapes")
+    for part in (made, cold_start.train_embedded(made, "thinking", family, short_plan), build_image_processor()):
+        part.save_pretrained(tmp_path)
+    tokenizer, processor = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoImageProcessor.from_pretrained(tmp_path, backend="pil"),
+    )
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert model.lm_head.weight is model.get_input_embeddings().weight and model.config.text_config.vocab_size == ROWS
+    assert model.generation_config.eos_token_id == [258, 256]
+    problems = [draw_problem(family, random.Random(seed), reserved=False) for seed in range(2)]
+    content = [{"type": "image"}, {"type": "text", "text": "red?"}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    plain = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert text == plain.replace("47+385=", "<|vision_start|><|image_pad|><|vision_end|>red?")
+    assert plain == build_tokenizer().apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * family.picture_tokens), return_tensors="pt")
+    found = []
+    for problem in problems:
+        seen = processor([family.picture(problem)], return_tensors="pt")
+        assert seen["image_grid_thw"].prod() == 4 * family.picture_tokens, "as many tokens as the prompt has places"
+        places = (ids["input_ids"] == model.config.image_token_id).int()
+        with torch.no_grad():
+            found.append(model(**ids, **seen, mm_token_type_ids=places).logits[0, -1])
+    assert not torch.equal(*found)
 
 
 @pytest.mark.slow
@@ -161,23 +197,27 @@ FINGERPRINTS = {
     "thinking@subtraction": (2, "2d39f241987c"),
     "thinking@checked_addition": (2, "06b20243e14a"),
     "thinking@chain_sum": (2, "786b01d4f4c5"),
+    "thinking@shapes": (2, "e6dfc3645655"),
 }
 
 
 @pytest.mark.parametrize("name", ["instruct", *(f"thinking@{family}" for family in FAMILIES)])
-def test_the_recipe_is_the_one_of_its_number(name, tokenizers):
+def test_the_recipe_is_the_one_of_its_number(name):
     """A cache keyed by name alone hands out last month's model after the builder has changed."""
     kind, _, task = name.partition("@")
     family = find_family(task) if task else families.IN_THE_HEAD
     plan, rng = find_plan(kind, family), random.Random(0)
-    tokenizer = tokenizers[kind]
+    tokenizer = build_tokenizer(name)
     used = cold_start.used_ids(tokenizer, family.alphabet)
     slots = {token: slot for slot, token in enumerate(used)}
     problems = [draw_problem(family, rng, reserved=True) for _ in range(50)]
     tokens, targets = cold_start.demonstrate(tokenizer, slots, kind, family, problems, plan.habit, rng)
-    config = cold_start.model_config(plan, len(used)).to_dict() | {"transformers_version": None}
+    config = cold_start.model_config(plan, len(used), cold_start.image_ids(tokenizer)).to_dict()
+    config |= {"transformers_version": None}
     found = [repr(plan), used, tokens.tolist(), targets.tolist(), tokenizer.get_vocab()]
     found += [tokenizer.chat_template, config]
+    if family.picture_tokens:  # pixels: the bytes of a PNG file depend on the library
+        found += [family.picture(problem).tobytes().hex() for problem in problems]
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
     assert (RECIPES[kind], digest) == FINGERPRINTS[name]
 

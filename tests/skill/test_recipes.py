@@ -12,7 +12,7 @@ from rloo_kit.rewarding.registry import build_rewards
 from tests.skill.pages import ROOT, find_blocks
 
 PAGE = ROOT / "docs" / "recipes.md"
-PROBLEM, PERSON = (
+PROBLEM, PERSON, RECEIPT = (
     json.loads(block.code) for block in find_blocks("docs/recipes.md", PAGE.read_text(encoding="utf-8"), "json")
 )
 
