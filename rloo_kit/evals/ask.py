@@ -156,7 +156,7 @@ def _render(
     system = run.data.system_prompt if system is None else system or None
     rendering = run.model.enable_thinking, system, toolbox.schemas if toolbox else None
     prompt = render_prompt(policy.tokenizer, given, policy.family, *rendering)
-    asked = question if isinstance(question, str) else join_parts(question[-1]["content"])
+    asked = question if isinstance(question, str) else plain(join_parts(given[-1]["content"]))
     for start in toolbox.reset([0], [{"question": asked}]) if toolbox else ():
         if start.kind == "failed":
             raise ConfigError(f"{start.detail}. A question has no row: give the arguments of reset defaults")
