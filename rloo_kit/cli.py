@@ -499,6 +499,9 @@ def ask(
     max_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens per completion; default: the run's.")] = None,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
     system: Annotated[str | None, Option(help="System prompt; default: data.system_prompt.")] = None,
+    image: Annotated[
+        list[str] | None, Option("--image", metavar="FILE", help="Image of each question; repeatable.")
+    ] = None,
     overrides: Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override; repeatable.")] = None,
     json: Annotated[bool, Option("--json", help="Print only one JSON object per question.")] = False,
 ) -> None:
@@ -523,6 +526,7 @@ def ask(
         run, policy = kit.load_trained(source, *words)
         options: dict[str, Any] = {"budget": budget, "temperature": temperature, "max_tokens": max_tokens}
         options |= {"base": base and (load_base(source, *words) or True), "seed": seed, "system": system}
+        options["images"] = image or []
         if not asked:
             ask_in_turn(run, policy, options)
         for question in asked:

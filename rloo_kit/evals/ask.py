@@ -2,21 +2,24 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import Message, render_prompt, thinks
 from rloo_kit.errors import ConfigError, RlooKitError
 from rloo_kit.evals.evaluate import begins_thinking, open_tools
+from rloo_kit.images.rows import write_prompt
 from rloo_kit.models.backends import find_vllm
 from rloo_kit.models.policy import Policy
-from rloo_kit.results.samples import list_steps
+from rloo_kit.results.samples import join_parts, list_steps, plain
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.thinking_budget import close_ids_for, make_budget_limits
 from rloo_kit.rollout.types import Limits
-from rloo_kit.system.console import fill_text, picture_controls, plain_prompt, print_text
+from rloo_kit.system.console import fill_text, picture_controls, print_text
 from rloo_kit.think_tags import split_thinking
 from rloo_kit.tools.toolbox import open_toolbox
 
@@ -65,6 +68,7 @@ def ask(
     max_tokens: int | None = None,
     seed: int = 0,
     system: str | None = None,
+    images: Sequence[Any] = (),
 ) -> Answer:
     """Ask a policy one question: `kit.ask(run, policy, "58+67=")`, with both of `kit.load_trained("outputs/NAME")`.
 
@@ -78,11 +82,13 @@ def ask(
         temperature: None: `eval.temperature`; 0 is greedy.
         max_tokens: of the completion; None: the limit of the run's evaluation.
         seed: of the sampling. system: overrides `data.system_prompt`; "" for none.
+        images: of the question, as `read_picture` takes them: files, bytes or PIL images. They go before the first
+            message of the user, or where its text has `<image>`.
 
     Raises:
         ConfigError: a budget that the model or `max_tokens` has no room for; a question that leaves too little of
-            `model.max_seq_length`; no base; an environment that needs a row.
-        DataError: the question cannot be rendered.
+            `model.max_seq_length`; no base; an environment that needs a row; images for a model that reads none.
+        DataError: the question cannot be rendered, or an image cannot be read.
     """
     if budget is not None and not thinks(policy.family, run.model.enable_thinking):
         raise ConfigError(f"this model does not think (family {policy.family}): drop --budget (budget={budget})")
@@ -91,12 +97,14 @@ def ask(
             "this policy has no separate base (every parameter was trained, or the adapter is merged): load the base "
             "with base = kit.load_policy(...) and its model.name, and pass base=base"
         )
+    if images and isinstance(question, dict):
+        raise ConfigError("the question is a row of data, whose prompt has its images: drop images, or ask a text")
     options = {"temperature": run.eval.temperature if temperature is None else temperature, "seed": seed}
 
     def answer(policy: Policy) -> Answer:
-        row = question if isinstance(question, dict) else _render(run, policy, question, system)
+        row = question if isinstance(question, dict) else _render(run, policy, question, system, images)
         limits = _find_limits(run, policy, len(policy.tokenizer(row["prompt"])["input_ids"]), budget, max_tokens)
-        asked = plain_prompt(row["prompt"]) if isinstance(question, dict) else row["question"]
+        asked = plain(row["prompt"]) if isinstance(question, dict) else row["question"]
         return replace(_sample(run, policy, row, limits, options), question=asked)
 
     if base is False:
@@ -132,13 +140,23 @@ def _sample(run: RunConfig, policy: Policy, row: dict[str, Any], limits: Limits,
     )
 
 
-def _render(run: RunConfig, policy: Policy, question: str | list[Message], system: str | None) -> dict[str, Any]:
+def _render(
+    run: RunConfig, policy: Policy, question: str | list[Message], system: str | None, images: Sequence[Any]
+) -> dict[str, Any]:
     """A question as a row of data; refused if the run's environment cannot be reset with it."""
+    given: Any = question
+    if images or any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in question):
+        if not hasattr(policy.tokenizer, "vision"):
+            raise ConfigError(
+                f"{run.model.name} is loaded without a vision tower, so it reads no --image (images): ask a run of a "
+                "vision model, such as Qwen3-VL, or set model.vision=true (Qwen3.5, Gemma 3)"
+            )
+        given = write_prompt(question, list(images), Path())
     toolbox = open_toolbox(run)
     system = run.data.system_prompt if system is None else system or None
     rendering = run.model.enable_thinking, system, toolbox.schemas if toolbox else None
-    prompt = render_prompt(policy.tokenizer, question, policy.family, *rendering)
-    asked = question if isinstance(question, str) else str(question[-1]["content"])
+    prompt = render_prompt(policy.tokenizer, given, policy.family, *rendering)
+    asked = question if isinstance(question, str) else plain(join_parts(given[-1]["content"]))
     for start in toolbox.reset([0], [{"question": asked}]) if toolbox else ():
         if start.kind == "failed":
             raise ConfigError(f"{start.detail}. A question has no row: give the arguments of reset defaults")

@@ -17,6 +17,7 @@ from rloo_kit.errors import ConfigError, ExportError, RunExistsError
 from rloo_kit.export import formats, gguf
 from rloo_kit.export.formats import DTYPES, LOADERS, WRITERS, Job, Written, digest, public_name
 from rloo_kit.export.parity import ENGINE, Reference, check_parity, find_missing, measure_reference
+from rloo_kit.images.model import choose_class
 from rloo_kit.models.policy import Policy, load_policy, trained_run
 from rloo_kit.models.source import find_source
 from rloo_kit.runs.checkpoints import publish
@@ -95,6 +96,9 @@ def export_model(
         formats.check_adapter(run.folder / "adapter")
     base = find_source(trained).base
     settings = AutoConfig.from_pretrained(base)
+    sees = hasattr(settings, "vision_config") and choose_class(trained, base, settings)[1] is not None
+    if sees and to in formats.NOT_WITH_IMAGES:
+        raise ExportError(f"the model has a vision tower, and {formats.NOT_WITH_IMAGES[to]}")
     if to == "gguf":
         gguf.check_gguf(settings)
     policy = load_policy(trained)
@@ -109,7 +113,7 @@ def export_model(
             del policy  # frees memory for the loader
             certificate, verdict = _certify(to, written, run, reference)
             shown = public_name(run.model.name if run.model.is_embedded or run.model.lora is None else base)
-            card = formats.write_card(run, to, shown, verdict, written.loading)
+            card = formats.write_card(run, to, shown, verdict, written.loading, sees)
             write_text(staged / "README.md", card)
             write_text(staged / RUN_FILE, describe_origin(run, find_base(run, base)))
             files = {

@@ -41,6 +41,13 @@ from rloo_kit.system.processes import say
 LOADERS = {"adapter": "peft", "merged": "transformers", "vllm": "transformers", "gguf": "llama.cpp"}
 
 
+NOT_WITH_IMAGES = {  # targets that a vision tower rules out: why, and what to do
+    "gguf": "llama.cpp needs the tower as a separate mmproj file, which the kit does not write: use --to merged, then "
+    "llama.cpp's convert_hf_to_gguf.py, and once more with --mmproj",
+    "vllm": "no such export was ever served with vLLM: use --to merged, whose format vLLM reads",
+}
+
+
 def hub_id(name: str) -> str | None:
     """The hub id of a model or dataset, given as the id or as a folder of the hub's cache; None for any other folder
     or file.
@@ -67,8 +74,11 @@ def public_name(name: str) -> str:
     return hub_id(name) or (name if name.startswith((EMBEDDED_PREFIX, SMOLLM2_PREFIX, GYM_PREFIX)) else last)
 
 
-def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any]) -> str:
-    """The text of the model card; `loading`: what the snippet of this target names, see `card.md.jinja`."""
+def write_card(
+    run: RunConfig, target: str, base: str, verdict: list[str], loading: dict[str, Any], sees: bool = False
+) -> str:
+    """The text of the model card; `loading`: what the snippet of this target names, see `card.md.jinja`; `sees`:
+    whether the model reads images."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -81,7 +91,7 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
     old, new = rows.get("before", {}), rows.get("after", {})
     versions = read_object(run.folder / "versions.json").get("versions") or {}
     return template.render(
-        front=_front_matter(run, target, base),
+        front=_front_matter(run, target, base, sees),
         run=run,
         base=base,
         method=describe_method(dict(rloo)),
@@ -93,13 +103,16 @@ def write_card(run: RunConfig, target: str, base: str, verdict: list[str], loadi
         exported_with=f"rloo-kit {__version__}, transformers {version('transformers')}",
         target=target,
         verdict=verdict,
+        sees=sees,
         **loading,
     )
 
 
-def _front_matter(run: RunConfig, target: str, base: str) -> str:
+def _front_matter(run: RunConfig, target: str, base: str, sees: bool) -> str:
     library = "gguf" if target == "gguf" else LOADERS[target]
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    if sees:
+        front["pipeline_tag"] = "image-text-to-text"
     if hub_id(base):
         relation = {"adapter": "adapter", "gguf": "quantized"}.get(target, "finetune")
         front |= {"base_model": hub_id(base), "base_model_relation": relation}

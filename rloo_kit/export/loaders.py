@@ -4,6 +4,8 @@ Runs as a separate process (`python loaders.py REQUEST REPLY`) and imports nothi
 as it does for a user without the kit or Unsloth's patches, and a file that crashes llama.cpp does not end the export.
 """
 
+import base64
+import io
 import json
 import os
 import sys
@@ -14,35 +16,56 @@ from typing import Any
 CANDIDATES = 20  # likeliest tokens per position of llama.cpp's answer; the policy's token is looked up among them
 
 
-def score_completion(model: Any, prompt: list[int], completion: list[int]) -> tuple[list[float], list[int]]:
-    """The log-probability of each token of a completion, and the likeliest token at each of their places."""
+def score_completion(
+    model: Any, prompt: list[int], completion: list[int], **images: Any
+) -> tuple[list[float], list[int]]:
+    """The log-probability of each token of a completion, and the likeliest token at each of their places; `images`: see
+    `read_images`."""
     import torch
 
     ids = torch.tensor([prompt + completion], device=model.device)
     with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1].float()
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images)
+    logits = output.logits[0, len(prompt) - 1 : -1].float()
     targets = torch.tensor(completion, device=model.device)
     logps = torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
     return logps.tolist(), logits.argmax(dim=-1).tolist()
+
+
+def read_images(row: dict[str, Any], processor: Any, model: Any) -> dict[str, Any]:
+    """The model's inputs for the images of a row's prompt, whose ids have the model's placeholders for them."""
+    import torch
+    from PIL import Image
+
+    images = [Image.open(io.BytesIO(base64.b64decode(image))) for image in row["images"]]
+    read = dict(processor(images=images, return_tensors="pt"))
+    ids = torch.tensor([row["ids"] + [0] * len(row["completion"])])
+    names = ["pixel_values", "image_grid_thw"] if "image_grid_thw" in read else ["pixel_values"]
+    kinds = "mm_token_type_ids" if "image_grid_thw" in read else "token_type_ids"
+    found = {name: read[name] for name in names} | {kinds: (ids == model.config.image_token_id).long()}
+    return {name: value.to(model.device) for name, value in found.items()}
 
 
 def ask_transformers(request: dict[str, Any]) -> dict[str, Any]:
     """The reply of transformers; with `adapter`, of PEFT.
 
     Args:
-        request: `loader`, `model` (its folder), `adapter` and `four_bit` for PEFT, `compute` (dtype), `device`, and
-            `rows`: text, ids and completion of each.
+        request: `loader`, `model` (its folder), `auto` (the class that loads it), `adapter` and `four_bit` for PEFT,
+            `compute` (dtype), `device`, and `rows`: text, ids, completion and, if there are any, images of each (PNG in
+            base64).
 
     Returns:
         `version` of the loader; `rows` with `prompt_tokens`, `logps` and `greedy` (the likeliest ids).
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    import transformers
+    from transformers import AutoTokenizer, BitsAndBytesConfig
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     dtype, folder = getattr(torch, request["compute"]), request["model"]
     nf4: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = getattr(transformers, request["auto"]).from_pretrained(
         folder,
         dtype=dtype,
         device_map={"": request["device"]},
@@ -58,10 +81,13 @@ def ask_transformers(request: dict[str, Any]) -> dict[str, Any]:
         model = PeftModel.from_pretrained(model, folder)
     model.eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = []
+    rows, processor = [], None
     for row in request["rows"]:
-        prompt = tokenizer(row["text"], add_special_tokens=False)["input_ids"]
-        logps, greedy = score_completion(model, row["ids"], row["completion"])
+        prompt = tokenizer(row["text"])["input_ids"]
+        if row["images"] and processor is None:
+            processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        images = read_images(row, processor, model) if row["images"] else {}
+        logps, greedy = score_completion(model, row["ids"], row["completion"], **images)
         rows.append({"prompt_tokens": prompt, "logps": logps, "greedy": greedy})
     return {"version": version(request["loader"]), "rows": rows}
 

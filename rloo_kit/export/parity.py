@@ -1,6 +1,8 @@
 """Check that an exported model is the one that was trained: load it with the program that it is for, in a separate
 process, and compare it with the policy token by token."""
 
+import base64
+import io
 import json
 import os
 import subprocess
@@ -13,6 +15,7 @@ from typing import Any
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import ExportError, shorten
 from rloo_kit.export import loaders
+from rloo_kit.images.tokens import FIRST_ID, REFERENCE, find_picture
 from rloo_kit.models.policy import Policy
 from rloo_kit.rollout.completions import generate_completions
 from rloo_kit.rollout.types import Limits
@@ -53,11 +56,12 @@ MOST_UNSEEN = 0.02
 class Reference:
     """The trained policy's greedy completions."""
 
-    rows: list[dict[str, Any]]  # text and ids of a prompt, completion and logps of its tokens
+    rows: list[dict[str, Any]]  # text, ids and images of a prompt, completion and logps of its tokens
     limit: int  # of a completion, in tokens
     compute: str  # dtype of the policy's base
     device: str  # on which it ran
     num_rows: int  # of the vocabulary
+    auto: str  # class of transformers that loads the model
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,25 @@ def measure_reference(run: RunConfig, policy: Policy, prompts: list[str]) -> Ref
     with policy.inference_mode():
         for text, completion in zip(prompts, made, strict=True):
             logps, _ = loaders.score_completion(policy.model, completion.prompt_ids, completion.ids)
-            ids = {"ids": completion.prompt_ids, "completion": completion.ids}
-            rows.append({"text": text, **ids, "logps": logps})
-    return Reference(rows, limit, str(table.dtype).removeprefix("torch."), str(policy.model.device), table.shape[0])
+            prompt = {"text": text, "ids": completion.prompt_ids, "images": []}
+            if hasattr(policy.tokenizer, "vision"):
+                prompt = _without_references(policy.tokenizer, prompt)
+            rows.append(prompt | {"completion": completion.ids, "logps": logps})
+    auto = f"AutoModelFor{'ImageTextToText' if hasattr(policy.tokenizer, 'vision') else 'CausalLM'}"
+    dtype, device = str(table.dtype).removeprefix("torch."), str(policy.model.device)
+    return Reference(rows, limit, dtype, device, table.shape[0], auto)
+
+
+def _without_references(tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]:
+    """A prompt as other programs read it: with the model's placeholders, and its images as PNG in base64."""
+    images = []
+    for digest in REFERENCE.findall(prompt["text"]):
+        buffer = io.BytesIO()
+        find_picture(digest).open().save(buffer, "PNG", compress_level=1)
+        images.append(base64.b64encode(buffer.getvalue()).decode())
+    place = tokenizer.convert_tokens_to_ids(tokenizer.vision.writing.token)
+    ids = [place if token >= FIRST_ID else token for token in prompt["ids"]]
+    return {"text": tokenizer.spell(prompt["text"]), "ids": ids, "images": images}
 
 
 def find_missing(loader: str) -> str | None:
@@ -129,8 +149,8 @@ def check_parity(reference: Reference, loader: str, model: Path, kind: str, **re
     Raises:
         ExportError: it does not load, or differs by more than the limits; the message has the figures.
     """
-    request |= {"loader": loader, "model": str(model), "compute": reference.compute, "device": reference.device}
-    reply = _ask(request | {"limit": reference.limit, "rows": reference.rows})
+    request |= {"loader": loader, "model": str(model), "limit": reference.limit, "rows": reference.rows}
+    reply = _ask(request | {"auto": reference.auto, "compute": reference.compute, "device": reference.device})
     differences: list[float] = []
     equal = unseen = 0
     for row, found in zip(reference.rows, reply["rows"], strict=True):

@@ -122,13 +122,8 @@ class ImageTokens:
         found = [REFERENCE.findall(row) if isinstance(row, str) else [] for row in rows or ()]
         if not any(found):
             return super().__call__(text, *more, **options)  # type: ignore[misc]
-        written = self.vision.writing
+        written, spelled = self.vision.writing, list(map(self.spell, rows))
         counts = {digest: self.vision.count(find_picture(digest)) for digest in set().union(*found)}
-
-        def spell(match: re.Match[str]) -> str:
-            return f"{written.before}{written.token * counts[match[1]]}{written.after}"
-
-        spelled = [REFERENCE.sub(spell, row) for row in rows]
         encoded = super().__call__(spelled[0] if isinstance(text, str) else spelled, *more, **options)  # type: ignore[misc]
         pad = self.convert_tokens_to_ids(written.token)  # type: ignore[attr-defined]
         ids = encoded["input_ids"]
@@ -144,6 +139,15 @@ class ImageTokens:
             for place, token in zip(places, wanted, strict=True):
                 row[place] = token
         return encoded
+
+    def spell(self, text: str) -> str:
+        """A text with the model's own tokens in place of references, as other programs read it."""
+        written, count = self.vision.writing, self.vision.count
+
+        def tokens(match: re.Match[str]) -> str:
+            return f"{written.before}{written.token * count(find_picture(match[1]))}{written.after}"
+
+        return REFERENCE.sub(tokens, text)
 
     def apply_chat_template(self, conversation: Any, *more: Any, tokenize: bool = True, **options: Any) -> Any:
         """The tokenizer's; parts of messages that are images become references."""

@@ -11,8 +11,8 @@ from rloo_kit.health.series import logged
 from rloo_kit.results.evaluation import Evaluation, SamplePair, describe_sample, is_thinking, pair_samples
 from rloo_kit.results.pages import render
 from rloo_kit.results.plots import SMOOTH_FROM, Chart, Point, draw_chart, first_and_last, in_order, mean_window
-from rloo_kit.results.samples import cut_middle, list_steps
-from rloo_kit.system.console import picture_controls, plain_prompt, print_text
+from rloo_kit.results.samples import cut_middle, list_steps, plain
+from rloo_kit.system.console import picture_controls, print_text
 
 PANELS = {  # metric: title, form of its chart (see `Chart`), format of a value in the text
     "reward": ("Reward", "number", ".3f"),
@@ -129,7 +129,7 @@ class CompletionPairs:
         lines = [self.note]
         for number, pair in enumerate(self.pairs, 1):
             gold = "" if pair.gold is None else f"   (right answer: {pair.gold})"
-            lines += ["", *_wrap(f"{number}. ", f"{plain_prompt(pair.prompt)}{gold}")]
+            lines += ["", *_wrap(f"{number}. ", f"{plain(pair.prompt)}{gold}")]
             for title, sample in pair.samples.items():
                 lines.append(f"   {title}: {_mark(sample)[0].lstrip('✓✗ ')}, {describe_sample(sample)}")
                 for label, text in _parts(sample):
@@ -144,7 +144,7 @@ class CompletionPairs:
                  describe_sample(sample))
                 for title, sample in pair.samples.items()
             ]  # fmt: skip
-            boxes.append((cut_middle(plain_prompt(pair.prompt), MAX_HTML), pair.gold, sides))
+            boxes.append((cut_middle(plain(pair.prompt), MAX_HTML), pair.gold, sides))
         return render("completions.html.jinja", note=self.note, boxes=boxes)
 
 

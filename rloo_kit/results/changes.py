@@ -27,7 +27,7 @@ from rloo_kit.results.evaluation import (
 )
 from rloo_kit.results.intervals import Measured, mean_of_prompts, paired_difference, unpaired_difference
 from rloo_kit.results.pages import show_text
-from rloo_kit.results.samples import fit_page, list_steps, plain
+from rloo_kit.results.samples import bare_prompt, fit_page, list_steps
 from rloo_kit.runs.files import is_count, read_object, read_rows
 
 EXACTLY = 0.1  # a difference of shares below this is shown with a decimal
@@ -226,7 +226,7 @@ def _prompts(
     for key, pair in zip(number_repeats(digest_prompt(pair.prompt) for pair in pairs), pairs, strict=True):
         last = list(pair.samples.values())[-1]
         kind = kinds.get(key) or {True: "right", False: "wrong"}.get(last["correct"])
-        entry: dict[str, Any] = {"prompt": plain(pair.prompt), "kind": kind}
+        entry: dict[str, Any] = {"prompt": bare_prompt(pair.prompt), "kind": kind}
         entry |= {} if pair.gold is None else {"gold": show_text(pair.gold)}
         for name, sample in pair.samples.items():
             *steps, thinking, answer = next(texts)

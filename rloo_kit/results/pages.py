@@ -50,7 +50,8 @@ class Table:
 
 
 def make_page(template: str, data: Any = None, **values: Any) -> str:
-    """A complete page; its content security policy lets it fetch nothing and run only the kit's script.
+    """A complete page; its content security policy lets it fetch nothing, show only images that it contains and run
+    only the kit's script.
 
     Args:
         template: file in TEMPLATES. data: plain values that the script finds as JSON; None: the page has no script.
@@ -63,7 +64,8 @@ def make_page(template: str, data: Any = None, **values: Any) -> str:
     if data is not None:
         script = Markup((TEMPLATES / "report.js").read_text(encoding="utf-8"))
         allowed = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+    policy += "; base-uri 'none'; form-action 'none'"
     return render(template, policy=Markup(policy), style=style, script=script, data=Markup(embed_json(data)), **values)
 
 

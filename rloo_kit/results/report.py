@@ -25,7 +25,7 @@ from rloo_kit.results.plots import (
     split_time,
     tokens_generated,
 )
-from rloo_kit.results.samples import sample_rollouts
+from rloo_kit.results.samples import read_pictures, sample_rollouts
 from rloo_kit.results.verdict import TrainResult, judge_run, record_verdict
 from rloo_kit.runs.files import read_object, saving
 from rloo_kit.runs.folder import RunDir
@@ -54,9 +54,10 @@ def write_report(
     changes = find_changes(before, after)
     rollouts = sample_rollouts(folder)
     shown = {name: getattr(rollouts, name) for name in ("rows", "prompts", "rewards")}
+    images = read_pictures(folder, [entry["prompt"] for entry in changes.prompts], rollouts.prompts)
     page = make_page(
         "report.html.jinja",
-        data={"prompts": changes.prompts, "rollouts": shown},
+        data={"prompts": changes.prompts, "rollouts": shown, "images": images},
         run=run,
         result=result,
         status=status,

@@ -5,6 +5,7 @@ The id of the closing tag, not the text, decides whether a completion closed its
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +18,57 @@ from rloo_kit.data.answers import GYM_REWARD, REWARDS_WITH_ANSWERS
 from rloo_kit.errors import ConfigError, RunNotFoundError
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.pages import show_text
-from rloo_kit.runs.files import is_number
+from rloo_kit.runs.files import is_number, read_rows
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.rollouts import read_step, step_files
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
 ROOM = 4_000_000  # characters of completions in a page
+PICTURES = "images.jsonl"  # in a run's folder: small pictures of the images in its prompts, by digest
+MOST_PICTURES, PICTURE_ROOM = 100, 1_000_000  # in a page, with characters in all
+REFERENCE = re.compile(r"<\|image:([0-9a-f]{14})\|>")  # to an image, as rloo_kit.images.tokens writes it in a prompt
+FRAMED = re.compile(rf"(?:<\|vision_start\|>)?({REFERENCE.pattern})(?:<\|vision_end\|>)?")
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 
-def plain(prompt: Any) -> str:
-    """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format."""
+def bare_prompt(prompt: Any) -> str:
+    """A prompt without chat markup, from a rendered text or from a list of messages in TRL's format; its images are
+    references."""
     if isinstance(prompt, list):
-        turns = (f"{turn.get('role')}: {turn.get('content')}" for turn in prompt if isinstance(turn, dict))
-        return show_text("\n".join(turns))
-    return show_text(plain_prompt(str(prompt)))
+        turns = (f"{turn.get('role')}: {join_parts(turn.get('content'))}" for turn in prompt if isinstance(turn, dict))
+        text = "\n".join(turns)
+    else:
+        text = plain_prompt(str(prompt))
+    return show_text(FRAMED.sub(r"\1", text))
+
+
+def plain(prompt: Any) -> str:
+    """`bare_prompt` in which an image is a short mark.
+
+    >>> plain("<|vision_start|><|image:ae0d9f86998aa4|><|vision_end|>1+1=")
+    '[image ae0d9f]1+1='
+    """
+    return REFERENCE.sub(lambda found: f"[image {found[1][:6]}]", bare_prompt(prompt))
+
+
+def join_parts(content: Any) -> str:
+    """The text of a message, whose content may be parts: texts and references to images."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text", part.get("image", ""))) for part in parts)
+
+
+def read_pictures(folder: Path, *prompts: Iterable[str]) -> dict[str, str]:
+    """Pictures of the images in lists of prompts as data URIs, by digest, of each list's first prompts first: as many
+    as a page holds."""
+    in_turn = "".join(text or "" for pair in itertools.zip_longest(*prompts) for text in pair)
+    known = {row["image"]: row["uri"] for row in read_rows(folder / PICTURES)} if REFERENCE.search(in_turn) else {}
+    found, room = dict[str, str](), PICTURE_ROOM
+    for digest in dict.fromkeys(REFERENCE.findall(in_turn)):
+        room -= len(known.get(digest, ""))
+        if digest in known and len(found) < MOST_PICTURES and room >= 0:
+            found[digest] = known[digest]
+    return found
 
 
 def split_completion(row: Mapping[str, Any]) -> tuple[Segments, str]:
@@ -257,7 +293,7 @@ def _page_row(row: dict[str, Any]) -> dict[str, Any]:
     marks = {"wrong": judged is not None and judged < 1, "truncated": row["truncated"], "forced": row["forced"]}
     marks["failed"] = bool(row.get("tool_failures"))
     found: dict[str, Any] = {name: row[name] for name in ("step", "group")}
-    found |= {"prompt": plain(row["prompt"]), "steps": list_steps(row.get("turns") or ())}
+    found |= {"prompt": bare_prompt(row["prompt"]), "steps": list_steps(row.get("turns") or ())}
     found |= {"thinking": thinking, "answer": answer, "tokens": row["completion_tokens"], "rewards": rewards}
     found |= {name: _round(row[name]) for name in ("reward", "advantage")}
     found["marks"] = [name for name, is_set in marks.items() if is_set]

@@ -23,6 +23,7 @@ from rloo_kit.results.evaluation import (
     setting_differences,
     shared_measures,
 )
+from rloo_kit.results.samples import FRAMED
 from rloo_kit.runs.files import is_number, read_object
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.runs.reader import RunReader
@@ -172,10 +173,11 @@ def judge_run(
     commands: tuple[str, ...] = (f"rloo-kit show {place}",)
     if kind == "learnt":
         question = plain_prompt(after.samples[0]["prompt"]) if after is not None and after.samples else "..."
+        question, images = FRAMED.subn("", question)
         if len(question) > LONGEST_QUESTION or not question.isprintable():
             question = "..."
         quoted = shlex.quote(question) if set(question) & set('"$`\\!') else f'"{question}"'
-        commands = (f"rloo-kit ask {place} {quoted}", f"rloo-kit export {place} --to merged")
+        commands = (f"rloo-kit ask {place} {quoted}{' --image FILE' * images}", f"rloo-kit export {place} --to merged")
     rule, first = None if cause is None else cause.name, sentence[:1].upper()
     return Verdict(kind, f"{first}{sentence[1:]}.", f"{advice}." if advice else "", commands, facts.change, rule)
 

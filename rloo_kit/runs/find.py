@@ -92,7 +92,7 @@ def describe_origin(run: RunConfig, base: dict[str, Any]) -> str:
     lengths = run.rloo.model_dump(mode="json", include={"max_completion_length", "thinking_close", "temperature"})
     values = {"run": {"name": run.name, "seed": run.run.seed}} | {
         "model": run.model.model_dump(mode="json") | base | {"adapter": None},
-        "data": {**UNREAD["data"], "system_prompt": run.data.system_prompt},
+        "data": UNREAD["data"] | run.data.model_dump(mode="json", include={"system_prompt", "max_pixels"}),
         "rewards": UNREAD["rewards"], "rloo": {**UNREAD["rloo"], **lengths}, "eval": run.eval.model_dump(mode="json"),
     }  # fmt: skip
     return dump_yaml(values)

@@ -51,7 +51,7 @@ from rloo_kit.system.versions import installed_versions
 
 FILES = (
     "config.yaml", "versions.json", "status.json", "metrics.jsonl", "health.jsonl", "inputs.json",
-    "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html",
+    "evaluations.jsonl", "prompts.json", "before.json", "after.json", "memory.json", "report.html", "images.jsonl",
 )  # fmt: skip
 INPUTS = "inputs.json"  # digests of what the configuration only names: rows, rewards, weights
 BASE = "weights of the base"  # a key of it

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -18,11 +19,13 @@ from rloo_kit.health.watch import HealthWatch
 from rloo_kit.loop.callbacks import MetricsWriter, RolloutLog, is_step_row
 from rloo_kit.results.evaluation import CLOSED_BY_THE_BUDGET
 from rloo_kit.results.plots import tokens_per_second
-from rloo_kit.results.samples import list_steps, split_completion
+from rloo_kit.results.samples import PICTURES, REFERENCE, join_parts, list_steps, plain, split_completion
 from rloo_kit.runs.folder import RunDir
-from rloo_kit.system.console import format_seconds, picture_controls, plain_prompt, print_table
+from rloo_kit.system.console import format_seconds, picture_controls, print_table
 from rloo_kit.system.problems import warn
 from rloo_kit.system.processes import say
+
+MOST_IMAGES = 1000  # kept as small pictures in a run's folder, about 4 kB each
 
 
 class ProgressLine(TrainerCallback):
@@ -113,7 +116,7 @@ class SampleTable(TrainerCallback):
         firsts = {str(row["prompt"]): row for row in reversed(self.rollouts.rows)}
         others = [row for row in self.rollouts.rows if row is not firsts[str(row["prompt"])]]
         for row in [*reversed(firsts.values()), *others][: self.num_samples]:
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else join_parts(row["prompt"][-1]["content"])
             segments, answer = split_completion(row)
             thinking = "\n".join(text for text, _ in segments)
             reward = "not scored" if row["reward"] is None else f"{row['reward']:.2f}\nadv. {row['advantage']:+.2f}"
@@ -123,9 +126,35 @@ class SampleTable(TrainerCallback):
             steps = [step for step in list_steps(row.get("turns", ())) if step[0] not in ("thinking", "text")]
             lines = [text if kind == "call" else f"-> {shorten(text, 60)}" for kind, text in steps]
             calls = [shorten("\n".join(lines), 240, tail=120)] * has_tools
-            cells = (shorten(plain_prompt(prompt), 160, tail=80), *calls, shown, shorten(answer, 240, 120), reward)
+            cells = (shorten(plain(prompt), 160, tail=80), *calls, shown, shorten(answer, 240, 120), reward)
             table.add_row(*(Text(picture_controls(cell)) for cell in cells))
         return table
+
+
+class PictureLog:
+    """A rollout listener, after `rollouts`: keeps small pictures of the images in prompts in `images.jsonl`, for pages
+    that are written where the data has not been read. `prompts`: the held-out ones."""
+
+    def __init__(self, rollouts: RolloutLog, prompts: Iterable[str]):
+        self.rollouts, self.run_dir = rollouts, rollouts.run_dir
+        self._kept = {row["image"] for row in self.run_dir.read_jsonl(PICTURES)}
+        self._keep(islice(prompts, MOST_IMAGES // 2))
+
+    def __call__(self, rows: list[dict[str, Any]]) -> None:
+        self._keep(str(row["prompt"]) for row in self.rollouts.rows)
+
+    def _keep(self, prompts: Iterable[str]) -> None:
+        from rloo_kit.images.files import thumbnail
+        from rloo_kit.images.tokens import find_picture
+
+        if not self.run_dir.writes:
+            return
+        found = [digest for digest in REFERENCE.findall("".join(prompts)) if digest not in self._kept]
+        found = list(dict.fromkeys(found))[: MOST_IMAGES - len(self._kept)]
+        pictures = [{"image": digest, "uri": thumbnail(find_picture(digest))} for digest in found]
+        self._kept.update(found)
+        if pictures:
+            self.run_dir.append_jsonl(PICTURES, pictures)
 
 
 class HealthGuard(TrainerCallback):

@@ -39,7 +39,7 @@ from rloo_kit.system.processes import is_distributed, is_main_process, say
 from rloo_kit.system.user_code import digest_texts
 from rloo_kit.tools.toolbox import open_toolbox
 from rloo_kit.training.held_out import Evaluations, choose_measure
-from rloo_kit.training.live import HealthGuard, ProgressLine, SampleTable, say_findings
+from rloo_kit.training.live import HealthGuard, PictureLog, ProgressLine, SampleTable, say_findings
 from rloo_kit.training.memory_watch import planned_limits, watch_memory
 
 
@@ -199,6 +199,8 @@ class _Training:
             self.evaluations = Evaluations(run, policy, data.test, reward_funcs, run_dir, self.interrupts)
         prompts = select_prompts(run, policy, data.train, run_dir)
         self.trainer = self._build_trainer(prompts, reward_funcs)
+        if hasattr(policy.tokenizer, "vision"):
+            self.trainer.rollout_listeners.append(PictureLog(self.rollouts, data.test["prompt"]))
 
     def _build_trainer(self, prompts: Any, reward_funcs: list[Any]) -> RLOOTrainer:
         run, policy = self.run, self.policy

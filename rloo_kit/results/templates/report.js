@@ -32,6 +32,13 @@
     : make("pre", { class: `step ${kind}` }, kind === "text" ? null : make("span", { class: "kind" }, kind + " "), text)));
 
   const gold = (entry) => ("gold" in entry ? make("span", { class: "gold" }, "right answer ", make("b", {}, entry.gold)) : null);
+
+  // A prompt, whose references to images become the pictures that the page has, else marks.
+  const REFERENCE = /<\|image:([0-9a-f]{14})\|>/;
+  const mark = (digest) => `image ${digest.slice(0, 6)}`;
+  const marked = (text) => text.split(REFERENCE).map((part, place) => (place % 2 ? `[${mark(part)}]` : part)).join("");
+  const promptOf = (text) => make("pre", { class: "prompt" }, text.split(REFERENCE).map((part, place) => (place % 2 === 0 ? part
+    : Object.hasOwn(data.images, part) ? make("img", { src: data.images[part], alt: mark(part), title: mark(part) }) : `[${mark(part)}]`)));
   const answer = (text) => make("pre", { class: "answer" }, text || "(no answer)");
 
   // A list that grows by a page at a time, under its filters; tells screen readers how many there are.
@@ -88,7 +95,7 @@
 
   function drawPrompt(entry) {
     return make("article", {}, make("p", { class: "head" }, entry.kind ? badge(entry.kind, KIND_COLOR[entry.kind]) : null, gold(entry)),
-      make("pre", { class: "prompt" }, entry.prompt), make("div", { class: "pair" }, side("before", entry.before), side("after", entry.after)));
+      promptOf(entry.prompt), make("div", { class: "pair" }, side("before", entry.before), side("after", entry.after)));
   }
 
   const promptPlace = document.getElementById("prompt-browser");
@@ -98,7 +105,7 @@
     const options = [["", `all (${data.prompts.length})`], ...[...counts].map(([kind, count]) => [kind, `${kind} (${count})`])];
     const update = () => {
       const kind = kinds.value(), text = search.value();
-      show(data.prompts.filter((entry) => (!kind || entry.kind === kind) && (!text || entry.prompt.toLowerCase().includes(text))), "prompts");
+      show(data.prompts.filter((entry) => (!kind || entry.kind === kind) && (!text || marked(entry.prompt).toLowerCase().includes(text))), "prompts");
     };
     const kinds = chooser("Show", options, update), search = searcher("Prompt contains", update);
     promptPlace.append(make("div", { class: "controls" }, kinds.element, search.element));
@@ -119,7 +126,7 @@
       make("span", { class: "num" }, hidden("reward "), row.reward === null ? "not scored" : number(row.reward, 2)),
       make("span", { class: "num " + (row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : "") }, hidden("advantage "), signed(row.advantage)),
       make("span", { class: "num" }, String(row.tokens), make("span", { class: "unit" }, " tokens")),
-      make("span", { class: "excerpt" }, (withPrompt ? `${oneLine(prompts[row.prompt])} → ` : "") + (oneLine(row.answer || "") || "(no answer)")),
+      make("span", { class: "excerpt" }, (withPrompt ? `${oneLine(marked(prompts[row.prompt]))} → ` : "") + (oneLine(row.answer || "") || "(no answer)")),
       make("span", { class: "marks" }, marks));
     const facts = [`step ${row.step}, group ${row.group}`, `advantage ${signed(row.advantage)}`,
       ...rewards.map((name, place) => `${name} ${row.rewards[place] === null ? "–" : number(row.rewards[place], 3)}`)];
@@ -129,7 +136,7 @@
     const details = make("details", { class: "rollout" }, summary, body);
     details.addEventListener("toggle", () => {  // drawn when it is first opened
       if (!details.open || body.childElementCount) return;
-      body.append(...[withPrompt ? make("pre", { class: "prompt" }, prompts[row.prompt]) : null, withPrompt ? gold(row) : null, ...drawSteps(row.steps),
+      body.append(...[withPrompt ? promptOf(prompts[row.prompt]) : null, withPrompt ? gold(row) : null, ...drawSteps(row.steps),
         thinking(row.thinking, row.thinking.reduce((sum, [text]) => sum + text.length, 0) < SHORT), answer(row.answer), make("p", { class: "notes" }, facts.join(" · "))].filter(Boolean));
     });
     return details;
@@ -142,7 +149,7 @@
     const mean = known.length ? known.reduce((sum, row) => sum + row.reward, 0) / known.length : null;
     return make("article", {},
       make("p", { class: "head" }, make("b", {}, `step ${first.step}, group ${first.group}`), make("span", { class: "notes" }, `mean reward ${number(mean, 2)}`), gold(first)),
-      make("pre", { class: "prompt" }, prompts[first.prompt]),
+      promptOf(prompts[first.prompt]),
       legend("answer"), group.map((row) => drawRollout(row, false)));
   }
 
@@ -155,7 +162,7 @@
     const steps = [...new Set(rows.map((row) => row.step))];
     const update = () => {
       const kind = kinds.value(), text = search.value();
-      let chosen = rows.filter((row) => (stepped.value() === "" || row.step === Number(stepped.value())) && (!text || prompts[row.prompt].toLowerCase().includes(text)));
+      let chosen = rows.filter((row) => (stepped.value() === "" || row.step === Number(stepped.value())) && (!text || marked(prompts[row.prompt]).toLowerCase().includes(text)));
       if (kind === "groups") {
         const groups = new Map();
         for (const row of chosen) {
