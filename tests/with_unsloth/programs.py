@@ -1,6 +1,6 @@
 """What two processes have to agree on, computed for one policy; as a program: in a process without Unsloth.
 
-python programs.py numbers|steps|imitate MODEL_FOLDER ADAPTER_FOLDER OUT.pt     by the transformers backend
+python programs.py numbers|steps|imitate|images MODEL_FOLDER ADAPTER_FOLDER OUT.pt     by the transformers backend
 """
 
 import sys
@@ -60,6 +60,36 @@ def numbers(policy: Any) -> dict[str, Any]:
         "greedy": [completion.ids for completion in generated],
         **padded,
     }
+
+
+def images(policy: Any) -> dict[str, Any]:
+    """Log-probabilities of padded rows whose prompts have images, and their gradients; without those for Gemma3, which
+    Unsloth runs through FlexAttention: on a CPU it has no backward pass."""
+    import torch
+
+    from rloo_kit.gradient.packing import Group
+    from rloo_kit.gradient.scorer import Scorer
+
+    policy.model.train()
+    pairs = zip(*(policy.tokenizer(texts)["input_ids"] for texts in (illustrated(), ANSWERS * 2)), strict=True)
+    groups = [Group(torch.tensor(prompt), [torch.tensor(answer)]) for prompt, answer in pairs]
+    scorer = Scorer(policy.model, 1.0, policy.tokenizer.pad_token_id, layout="padded")
+    with torch.set_grad_enabled(policy.backend != "unsloth" or policy.model.config.model_type != "gemma3"):
+        logps = scorer.score(policy.model, groups).logps
+    if not logps.requires_grad:
+        return {"logps": logps, "gradients": {}}
+    logps.sum().backward()
+    return {"logps": logps.detach(), "gradients": {name: value.grad for name, value in trained(policy.model).items()}}
+
+
+def illustrated() -> list[str]:
+    """Four prompts with one image, one, none and two."""
+    from rloo_kit.images.files import read_picture
+    from rloo_kit.images.tokens import refer
+    from tests.images.models import noise
+
+    one, two = (refer(read_picture(noise(seed, *size), None)) for seed, size in ((1, (40, 32)), (2, (48, 80))))
+    return [f"ab{one}c", f"{two} abc cab", "abcd ab", f"a{two}b{one}c"]
 
 
 class Recorded:
@@ -163,8 +193,9 @@ def load(model: str, adapter: str, out: str) -> Any:
     from rloo_kit import load_config, load_policy
 
     run = Path(out).with_suffix(".yaml")
+    vision = ", vision: true" if "vision_config" in (Path(model) / "config.json").read_text() else ""
     run.write_text(
-        f'model: {{name: "{model}", adapter: "{adapter}", dtype: float32}}\n'
+        f'model: {{name: "{model}", adapter: "{adapter}", dtype: float32{vision}}}\n'
         "data: {source: embedded/addition, max_prompt_length: 32}\n"
         "rewards: [{name: thinking_reward}]\n"
         "rloo: {max_steps: 1, max_completion_length: 16}\n"
@@ -177,7 +208,7 @@ def load(model: str, adapter: str, out: str) -> Any:
 def main(name: str, model: str, adapter: str, out: str) -> None:
     import torch
 
-    found = {"numbers": numbers, "steps": steps, "imitate": imitate}[name](load(model, adapter, out))
+    found = {"numbers": numbers, "steps": steps, "imitate": imitate, "images": images}[name](load(model, adapter, out))
     assert "unsloth" not in sys.modules
     torch.save(found, out)
 
