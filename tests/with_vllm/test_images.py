@@ -47,8 +47,10 @@ def main(kind: str, folder: Path) -> None:
     from tests.with_vllm.test_in_process import disturb
 
     TEXT.update(hidden_size=64, head_dim=32)  # vLLM's attention on a CPU has no heads of 16
-    TOWER["out_hidden_size"], ROPE["mrope_section"] = 64, [6, 5, 5]
-    pair, wide = Pair(make(kind, folder)), noise(2, 150, 100)  # more pixels than the limit
+    TOWER["out_hidden_size"] = 64
+    ROPE.update(mrope_section=[6, 5, 5], mrope_interleaved=kind == "qwen3_vl")  # transformers reads the class instead
+    pair, wide = Pair(make(kind, folder)), noise(2, 150, 100)
+    pair.vision.processor.size = {"shortest_edge": 256, "longest_edge": 2048}  # below the checkpoint's 4096
     prompts = [pair.read("1", wide, "2+3="), pair.read(noise(1), "1", wide, "2="), pair.read("a question: 7+8=")] * 2
     options = {"temperature": 1.0, "end_ids": [258], "pad_id": 256}
     engine = build_engine(pair.model, "vllm", vllm=VllmSettings(512), **options)
