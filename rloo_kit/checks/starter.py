@@ -21,7 +21,15 @@ from rloo_kit.config.section import explain_errors, suggest
 from rloo_kit.config.yaml_files import read_yaml
 from rloo_kit.data.chat import as_messages
 from rloo_kit.data.load import comparable_text
-from rloo_kit.data.sources import IMAGE_COLUMNS, Columns, DataSource, find_file, read_columns, read_data_file
+from rloo_kit.data.sources import (
+    IMAGE_COLUMNS,
+    Columns,
+    DataSource,
+    find_file,
+    read_columns,
+    read_data_file,
+    with_images,
+)
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.plan.planner import find_machine, plan_vram
 from rloo_kit.plan.shapes import BNB_ENDING, find_shape
@@ -167,7 +175,7 @@ def _has_word(name: str, words: str) -> bool:
 def read_table(source: str, prompt_column: str, answer_column: str) -> PromptTable:
     """Read the whole file once; raises DataError with the line of a row that training would refuse."""
     path, columns = find_file(source) or Path(source), Columns(prompt_column, answer_column, answer_required=True)
-    rows, texts, images = read_data_file(path, columns), [], 0
+    rows, texts, images = with_images(read_data_file(path, columns)), [], 0
     for row, prompt in enumerate(rows.prompts):
         try:
             contents = [message["content"] for message in as_messages(prompt)]

@@ -31,6 +31,7 @@ from rloo_kit.data.sources import (
     read_given_rows,
     read_hub,
     to_dataset,
+    with_images,
 )
 from rloo_kit.errors import DataError, excerpt
 from rloo_kit.rewards.answer import has_no_answer
@@ -200,7 +201,7 @@ def _read_test(run: RunConfig) -> DataSource:
     is_gym = any(name.startswith(GYM_PREFIX) for name in section.all_sources)
     if is_gym and part.source not in section.all_sources:  # of another task
         part = replace(part, options=None, options_key=key)
-    return require_one_answer(run, decide_answers(run, read_part(run, part, True), part))
+    return require_one_answer(run, decide_answers(run, with_images(read_part(run, part, True)), part))
 
 
 def _read_mix(run: RunConfig, entries: list[SourceSection], thinking: bool) -> DataSource:
@@ -244,11 +245,10 @@ def read_part(run: RunConfig, part: Part, thinking: bool) -> DataSource:
 
 
 def draw_subset(source: DataSource, wanted: int | None, seed: int | str = SEED) -> DataSource:
-    """`wanted` rows, drawn without replacement, in the source's order; None for all."""
-    if wanted is None or wanted >= len(source):
-        return source
-    rows = sorted(random.Random(f"draw-{seed}").sample(range(len(source)), wanted))
-    return source.select(rows)
+    """`wanted` rows, drawn without replacement, in the source's order, with their images; None for all."""
+    if wanted is not None and wanted < len(source):
+        source = source.select(sorted(random.Random(f"draw-{seed}").sample(range(len(source)), wanted)))
+    return with_images(source)
 
 
 def share_out(sizes: list[int], weights: list[float], most: int | None) -> list[int]:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,7 +81,7 @@ class DataSource:
     Attributes:
         others: lists of N values by column; or a datasets.Dataset of N rows, if one was read.
         places: "line 12", "row 12". notes: sentences on what was changed or left out.
-        is_mix: from `data.sources`.
+        is_mix: from `data.sources`. images: columns of the prompts' images, which `with_images` reads.
     """
 
     name: str
@@ -91,6 +91,7 @@ class DataSource:
     places: list[str]
     notes: tuple[str, ...] = ()
     is_mix: bool = False
+    images: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -133,6 +134,7 @@ class DataSource:
             answers=None if self.answers is None else [self.answers[row] for row in rows],
             others=others,
             places=[self.places[row] for row in rows],
+            images={name: [values[row] for row in rows] for name, values in self.images.items()},
         )
 
 
@@ -289,15 +291,15 @@ def _from_dicts(rows: list[dict[str, Any]], places: list[str], name: str, column
                 others[key] = arrow_column(key, [row.get(key) for row in rows], name)
     texts = columns.prompt, columns.answer
     images = {key: [row.get(key) for row in rows] for key in IMAGE_COLUMNS if key in taken and key not in texts}
-    source = DataSource(
+    return DataSource(
         name=name,
         prompts=[parse_conversation(row[columns.prompt]) for row in rows],
         answers=[row.get(columns.answer) for row in rows] if columns.answer in names else None,
         others=others,
         places=places,
         notes=notes,
+        images=images,
     )
-    return _with_images(source, images)
 
 
 def _require_columns(name: str, place: str, names: list[str], columns: Columns) -> None:
@@ -326,12 +328,13 @@ def _taken_columns(name: str, names: list[str], columns: Columns) -> tuple[list[
     return [*(column for column in moved if column in taken), *hidden, *refused, *images], tuple(notes)
 
 
-def _with_images(source: DataSource, columns: dict[str, Any]) -> DataSource:
-    """The source, with the images of its columns or messages in its prompts."""
+def with_images(source: DataSource) -> DataSource:
+    """The source, with the images of its columns or messages in its prompts; once its rows are drawn, since all of them
+    are read."""
     messages = (message for prompt in source.prompts if isinstance(prompt, list) for message in prompt)
     contents = (message.get("content") for message in messages if isinstance(message, dict))
-    if columns or any(isinstance(content, list) for content in contents):
-        return seams.part("image_rows").write(source, columns)
+    if source.images or any(isinstance(content, list) for content in contents):
+        return seams.part("image_rows").write(source)
     return source
 
 
@@ -401,17 +404,16 @@ def _from_dataset(table: Any, name: str, columns: Columns) -> DataSource:
     elif answers and getattr(feature, "dtype", "") == "float32":  # 0.1, as written
         answers = table.with_format("arrow")[:][columns.answer].cast("string").cast("double").to_pylist()
     prompts = [_drop_nulls(prompt, table.features[columns.prompt]) for prompt in table[columns.prompt]]
-    source = DataSource(
+    texts = columns.prompt, columns.answer
+    return DataSource(
         name=name,
         prompts=list(map(parse_conversation, prompts)),
         answers=answers,
         others=table.select_columns(kept) if kept else {},
         places=places,
         notes=notes,
+        images={key: table[key] for key in IMAGE_COLUMNS if key in taken and key not in texts},
     )
-    texts = columns.prompt, columns.answer
-    images = [column for column in IMAGE_COLUMNS if column in taken and column not in texts]
-    return _with_images(source, {column: table[column] for column in images})
 
 
 def _drop_nulls(value: Any, feature: Any) -> Any:

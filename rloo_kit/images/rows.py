@@ -6,7 +6,7 @@ Columns follow TRL's convention; parts follow transformers' (`{"type": "image", 
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ MARKER = "<image>"  # in a user's text: where the column's next image goes
 Content = list[dict[str, Any]]  # parts of a message: texts, and images with their reference, None for a place alone
 
 
-def write(source: DataSource, columns: Mapping[str, Iterable[Any]]) -> DataSource:
-    """The source with prompts that refer to its images, by the column's name; raises DataError, with file and line, for
+def write(source: DataSource) -> DataSource:
+    """The source with prompts that refer to its images; raises DataError, with file and line, for
     an image that cannot be read or has no place in its prompt."""
     file, prompts = Path(source.name), []
     folder = file.parent if file.is_file() else Path()
-    values = {name: iter(column) for name, column in columns.items()}
+    values = {name: iter(column) for name, column in source.images.items()}
     for row, prompt in enumerate(source.prompts):
         try:
             images = _read_columns({name: next(column) for name, column in values.items()}, folder)
             prompts.append(write_prompt(prompt, images, folder))
         except DataError as error:
             raise DataError(f"{source.where(row)}: {error}") from error
-    return replace(source, prompts=prompts)
+    return replace(source, prompts=prompts, images={})
 
 
 def write_rows(rows: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:

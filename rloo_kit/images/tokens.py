@@ -149,6 +149,8 @@ class ImageTokens:
                 )
             for place, token in zip(places, wanted, strict=True):
                 row[place] = token
+            if row[-1] >= FIRST_ID:
+                raise DataError("a prompt ends in an image, and the answer has to follow a text: write one after it")
         return encoded
 
     def spell(self, text: str) -> str:

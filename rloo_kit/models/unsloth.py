@@ -20,6 +20,7 @@ from rloo_kit._stack import load_stack
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError
 from rloo_kit.models.adapters import choose_targets, continue_adapter
+from rloo_kit.models.backends import has_unsloths_layers
 from rloo_kit.models.source import ModelSource, dtype_name, usable_length
 from rloo_kit.seams import part
 from rloo_kit.system import environment
@@ -53,8 +54,11 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
     """The model with its adapter, and its tokenizer; with `vllm`, also vLLM on the model's weights. Raises BackendError
     if the adapter does not fit; OSError, RuntimeError or ValueError if the checkpoint cannot be read."""
     unsloth: Any = load_stack().unsloth
-    fast, lora, checkpointing = unsloth.FastLanguageModel, run.model.lora, run.model.gradient_checkpointing
+    lora, checkpointing, vision = run.model.lora, run.model.gradient_checkpointing, None
     assert lora is not None  # `unusable` refuses a run without it
+    if has_tower := hasattr(config, "vision_config"):
+        vision = part("images").choose_class(run, source.base, config)[1]
+    fast = unsloth.FastLanguageModel if vision is None else unsloth.FastVisionModel
     os.environ.setdefault(OFFLOAD_VARIABLE, "exact")
     model, tokenizer = fast.from_pretrained(
         model_name=source.base,
@@ -62,21 +66,28 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
         dtype=getattr(torch, dtype_name(run)),
         load_in_4bit=run.model.load_in_4bit,
         use_gradient_checkpointing=checkpointing,
-        **({"text_only": True} if hasattr(config, "vision_config") else {}),
+        **({"text_only": True} if has_tower and vision is None else {}),
         **({} if vllm is None else _vllm_arguments(run, vllm)),
     )
+    # Unsloth keeps a reference to its tokenizer, and pads right whenever the model enters training mode.
+    tokenizer = copy.deepcopy(getattr(tokenizer, "tokenizer", tokenizer))  # of a vision model: its processor's
+    if vision is not None:
+        tokenizer = part("images").attach(model, tokenizer, vision)
+        model._can_compile_fullgraph = False  # else `generate` allocates its cache, for which it masks ids itself
     if source.adapter is not None:
         model = continue_adapter(model, source.adapter, source.base)
-        model = fast.patch_peft_model(model, use_gradient_checkpointing=checkpointing)
+        patch = fast.patch_peft_model if has_unsloths_layers(model) else unsloth.FastModel.post_patch_model
+        model = patch(model, use_gradient_checkpointing=checkpointing)
     else:
         model = fast.get_peft_model(
             model,
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=0.0,
-            target_modules=choose_targets(model, lora.target_modules),
+            target_modules=choose_targets(model, lora.target_modules, lora.vision),
             use_gradient_checkpointing=checkpointing,
             random_state=run.run.seed,
+            **({} if vision is None else {"finetune_vision_layers": lora.vision}),
         )
     base = model.get_base_model()
     # without bfloat16 it loads float16, and weights that it cannot quantise as they are
@@ -88,8 +99,7 @@ def load(run: RunConfig, source: ModelSource, config: Any, vllm: Any) -> tuple[A
         print(f"Unsloth loaded the model differently than requested: {', '.join(changes)}", flush=True)
     # keep the padding mask, which the backbone drops in training mode unless the last full call had no labels
     model.get_base_model().model._unsloth_keep_padding_mask = True
-    # Unsloth keeps a reference to its tokenizer, and pads right whenever the model enters training mode.
-    return model, copy.deepcopy(tokenizer)
+    return model, tokenizer
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rloo_kit.config.model_names import EMBEDDED_PREFIX
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import family_of, parse_conversation, prompt_identity, refuse_surrogates, template_options
 from rloo_kit.data.load import read_part, render_row
-from rloo_kit.data.sources import SEED, Columns, DataSource, Part, read_given_rows
+from rloo_kit.data.sources import SEED, Columns, DataSource, Part, read_given_rows, with_images
 from rloo_kit.errors import ConfigError, DataError, excerpt
 from rloo_kit.tasks.families import EMBEDDED_PROMPTS, find_embedded_family, worked_rows
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
@@ -252,9 +252,9 @@ def _read(run: RunConfig, rows: Any, thinking: bool) -> DataSource:
             "Name the right one in sft.completion_column, or another file in sft.source"
         )
     if section.num_prompts is None or section.num_prompts >= len(source):
-        return source
+        return with_images(source)
     drawn = random.Random(f"sft-{SEED}").sample(range(len(source)), section.num_prompts)
-    return source.select(sorted(drawn))
+    return with_images(source.select(sorted(drawn)))
 
 
 def _text(value: Any, where: str) -> str:

@@ -27,6 +27,7 @@ PATCHED_ATTRIBUTES = {
     "graders/mirrors.py: setattr(module, name)": "dataclasses' functions, in a jail: objects are elsewhere",
     "models/adapters.py: config.init_lora_weights": "for TRL's constructor: its copy would subtract PiSSA again",
     "models/transformers.py: module.support_avx512bf16_for_cpu": "else bitsandbytes changes 4-bit weights in eval mode",
+    "models/unsloth.py: model._can_compile_fullgraph": "else `generate` has a static cache, and masks ids of images",
     "models/unsloth.py: request.lora_tensors": "copies: vLLM would scale the adapter's own tensors in place",
     "models/unsloth.py: setattr(module, ENGINE)": "vLLM is out of sight of the generated trainer's constructor",
     "models/unsloth.py: model.get_base_model().model._unsloth_keep_padding_mask": "else training ignores padding",

@@ -14,6 +14,7 @@ from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import load_data
 from rloo_kit.errors import DataError
+from rloo_kit.images.files import read_picture
 from rloo_kit.images.tokens import REFERENCE, Vision, see
 from tests.data.conftest import jsonl
 from tests.images.models import make, noise
@@ -128,3 +129,13 @@ def test_prompts_that_differ_in_an_image_are_different(read, capsys):
     assert "3 rows repeat an earlier prompt; the split keeps equal prompts together" in capsys.readouterr().out
     identities = list(map(prompt_identity, [*data.test["prompt"], *data.train["prompt"]]))
     assert len(identities) == 5 and identities.count(identities[0]) == 1 and len(set(identities)) == 3
+
+
+def test_only_images_of_drawn_rows_are_read(read, monkeypatch):
+    """`data.num_prompts: 500` decoded all 40,000 images of a source first, for twelve minutes."""
+    opened = []
+    monkeypatch.setattr(
+        "rloo_kit.images.rows.read_picture", lambda *given: opened.append(given) or read_picture(*given)
+    )
+    Path("rows.jsonl").write_text(jsonl(*({"prompt": str(row), "image": IMAGES[row % 3]} for row in range(40))))
+    assert len(read(num_prompts=4).train) == len(opened) == 4

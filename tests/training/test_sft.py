@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,10 +150,10 @@ def test_prompts_with_images_have_the_loss_of_transformers_alone(load, tmp_path)
     rows[5]["completion"] = [{"role": "assistant", "content": [{"type": "text", "text": "b</think>\n\nc"}]}]
     worked = load_worked(run, policy.tokenizer, [], [*rows, {"prompt": "none", "completion": "so</think>\n\nd"}])
     plain = AutoModelForImageTextToText.from_pretrained(folder)
-    pair = Pair(policy.model, plain, policy.tokenizer, policy.tokenizer.vision, None)
+    pair = SimpleNamespace(plain=plain, vision=policy.tokenizer.vision)
     targets = [torch.tensor(example.completion_ids) for example in worked.examples]
     pairs = zip(worked.examples, targets, strict=True)
-    losses = [-pair.alone(example.prompt_ids, ids).gather(1, ids[:, None]) for example, ids in pairs]
+    losses = [-Pair.alone(pair, example.prompt_ids, ids).gather(1, ids[:, None]) for example, ids in pairs]
     trainer = build_trainer(run, policy, worked, tmp_path / "none")
     batch = trainer.data_collator(list(trainer.train_dataset))
     loss = trainer.compute_loss(trainer.model, batch)
