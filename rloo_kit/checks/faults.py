@@ -15,6 +15,7 @@ from rloo_kit.data.load import Data, prepare_data
 from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.plan import parts
 from rloo_kit.plan.planner import find_machine, find_machine_problem, read_workload
+from rloo_kit.results.samples import REFERENCE
 from rloo_kit.runs.folder import RunDir
 from rloo_kit.seams import part
 from rloo_kit.system.gpu import GIB
@@ -83,6 +84,9 @@ def _examine(
         with catching("data", faults):
             prepared = prepare_data(run.model_copy(update=plain), tokenizer)
             train, test = prepared.train, prepared.test
+            if run.rollout.engine == "server" and any(map(REFERENCE.search, train.texts)):
+                text = "a prompt has an image, and rollout.engine is server, whose completions API takes none"
+                faults.append(Problem("rollout", text, "set rollout.engine=generate or vllm"))
             row, held_out = (None, None) if unusable else (train.row(0), test.row(0) if test.rows else None)
             run.check_prompts(len(train.rows))
             check_row_rewards(run, train)

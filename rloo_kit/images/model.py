@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.errors import BackendError, DataError
@@ -115,14 +114,11 @@ class ImageReader:
 
     def _grids(self, digests: list[str]) -> torch.Tensor:
         """(images, 3): frames, height and width in patches."""
-        processor = self.vision.processor
-        rows = []
-        for digest in digests:
-            width, height = find_picture(digest).size
-            factor, size = processor.patch_size * processor.merge_size, processor.size
-            tall, wide = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
-            rows.append([1, tall // processor.patch_size, wide // processor.patch_size])
-        return torch.tensor(rows)
+        patch, sizes = (
+            self.vision.processor.patch_size,
+            [self.vision.target(find_picture(digest)) for digest in digests],
+        )
+        return torch.tensor([[1, height // patch, width // patch] for width, height in sizes])
 
     def _states(self, digest: str, trains: bool) -> States:
         """The states of an image; kept for the next call if the tower is frozen rather than trained."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # its public name asks for torchvision
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rloo_kit.errors import DataError
 from rloo_kit.images.files import Picture
@@ -106,6 +107,16 @@ class Vision:
             return int(fixed)
         width, height = picture.size
         return int(self.processor.get_number_of_image_patches(height, width) // self.processor.merge_size**2)
+
+    def target(self, picture: Picture) -> tuple[int, int]:
+        """Width and height to which a processor that keeps shapes scales a picture."""
+        (width, height), processor = picture.size, self.processor
+        factor, size = processor.patch_size * processor.merge_size, processor.size
+        return smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])[::-1]
+
+    def scaled(self, picture: Picture) -> Any:
+        """A picture of that size, which another program's processor of the same limits leaves as it is."""
+        return picture.open().resize(self.target(picture), self.processor.resample)
 
     def pixels(self, picture: Picture) -> dict[str, Any]:
         """The model's inputs for one picture: pixel_values, and image_grid_thw where it has a grid."""

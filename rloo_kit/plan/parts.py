@@ -281,7 +281,7 @@ def vllm_weight_bytes(work: Workload) -> int:
     """vLLM's weights, which it shares with Unsloth, and else has a second time: in 4 bit if the policy's are, else in
     its compute type."""
     own = replace(work, weight_bytes=work.compute_bytes)
-    return body_bytes(own) + table_bytes(own)
+    return body_bytes(own) + table_bytes(own) + tower_bytes(own)
 
 
 def adapter_bytes(work: Workload) -> int:

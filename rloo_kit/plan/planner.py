@@ -177,8 +177,14 @@ def plan_vllm(run: RunConfig, machine: Machine | None = None, config: Mapping[st
 
 def _find_obstacle(run: RunConfig, work: Workload, rows: int, machine: Machine) -> str | None:
     """Why vLLM cannot sample this run on this machine, or does not fit next to training, and the fix."""
-    if work.shape.tower is not None:
-        return "the run loads a vision tower, and its images are not passed to vLLM; set rollout.engine=generate"
+    if (tower := work.shape.tower) is not None:
+        has_grid = tower.image_size is None and not tower.is_optional  # Qwen3-VL, Qwen2.5-VL
+        if run.rollout.engine != "vllm" or work.fused or run.model.load_in_4bit or work.trains_tower or not has_grid:
+            return (
+                "the run loads a vision tower, and images were tried with vLLM only for rollout.engine=vllm, Qwen3-VL "
+                "and Qwen2.5-VL, model.backend=transformers, model.load_in_4bit=false and model.lora.vision=false; set "
+                "rollout.engine=generate"
+            )
     if machine.is_here and not is_importable("vllm"):
         return f"vLLM is not installed: {VLLM_INSTALL}"
     if problems := run.find_vllm_problems("vllm"):

@@ -22,10 +22,12 @@ import torch
 from rloo_kit.collective import share_from_main, wait_for_all
 from rloo_kit.config.checks import VLLM_LEAST_TEMPERATURE
 from rloo_kit.errors import BackendError, ConfigError, RolloutServerError
+from rloo_kit.images.tokens import FIRST_ID
 from rloo_kit.rollout.engine import Call, Engine, Sampling
 from rloo_kit.rollout.types import CompletionState
 from rloo_kit.system.processes import hold_signals, is_main_process
 from rloo_kit.vllm.client import VllmClient
+from rloo_kit.vllm.images import make_prompt
 from rloo_kit.vllm.in_process import InProcessVllm
 
 _requests = count()  # of this process: each name is used once
@@ -61,13 +63,15 @@ class VllmEngine(Engine):
         with self._vllm.awake():
             adapter, engine = self._vllm.take_adapter(self._model), self._vllm.engine
             asked: dict[str, CompletionState] = {}  # by the name of the request
+            scaled: dict[str, Any] = {}  # images by digest
 
             def ask(state: CompletionState) -> None:
                 """Request the next stretch of a completion: up to a limit, `</think>` or an end."""
                 while state.next_forced is not None:
                     state.take(state.next_forced, math.nan)
                 if not state.finished:
-                    name, prompt = f"rloo-{next(_requests)}", {"prompt_token_ids": state.prompt + state.ids}
+                    name = f"rloo-{next(_requests)}"
+                    prompt = make_prompt(state.prompt + state.ids, self._vllm.vision, scaled)
                     parameters = self._parameters(state, seeds[state.number])
                     asked[name] = state
                     with hold_signals():
@@ -174,6 +178,8 @@ class ServerEngine(Engine):
         self._stop = threading.Event()  # no further requests
 
     def _finish(self, call: Call) -> None:
+        if any(max(state.prompt) >= FIRST_ID for state in call.states):
+            raise BackendError("a server's completions API takes no images: set rollout.engine=generate or vllm")
         self._stop.clear()
         self._publish(call.states[0].prompt)
         longest, room = max(len(state.prompt) for state in call.states), call.limits.max_completion_length

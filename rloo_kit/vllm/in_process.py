@@ -20,11 +20,13 @@ import torch
 from peft import get_peft_model_state_dict
 
 from rloo_kit.errors import BackendError
+from rloo_kit.images.tokens import Vision
 from rloo_kit.models.adapters import find_handover_problem, is_switched_off
 from rloo_kit.models.backends import attached, base_of
 from rloo_kit.sizes import BATCHED_TOKENS, VLLM_RANKS
 from rloo_kit.system.processes import count_processes, hold_signals, is_distributed, keep_random_numbers
 from rloo_kit.system.versions import VLLM_INSTALL, is_importable
+from rloo_kit.vllm.images import find_vision, image_arguments
 
 CPU_POOL_GIB = "1"  # KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
 
@@ -47,10 +49,10 @@ class VllmSettings:
 
 class InProcessVllm:
     """A vLLM of this process (`llm`, a `vllm.LLM`). `hand_over` loads the adapter of a PeftModel and returns the
-    `LoRARequest` that selects it; `reason` says in one line why this vLLM."""
+    `LoRARequest` that selects it; `reason` says in one line why this vLLM. `vision`: how it gets images, if it does."""
 
-    def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str) -> None:
-        self.reason = reason
+    def __init__(self, llm: Any, hand_over: Callable[[Any], Any], reason: str, vision: Vision | None = None) -> None:
+        self.reason, self.vision = reason, vision
         self.engine: Any = llm.llm_engine  # None once stopped, like the next two
         self._llm: Any = llm
         self._hand_over: Any = hand_over
@@ -117,6 +119,8 @@ def is_running() -> bool:
 
 def adopt_vllm(model: Any, vllm: InProcessVllm) -> InProcessVllm:
     """Attach `vllm` to the model while the model lives; loading a first adapter checks that it can."""
+    if vllm.vision is None and find_vision(model) is not None:
+        raise BackendError("images were not tried with Unsloth's fast_inference: set rollout.engine=generate")
     with vllm.awake():
         vllm.take_adapter(model)
     attached[base_of(model)] = vllm
@@ -144,20 +148,21 @@ def start_vllm(model: Any, settings: VllmSettings) -> InProcessVllm:
     prepare_variables()
     with _keep_process():
         from vllm import LLM
-    rank = room_for_rank(model.peft_config["default"].r)
+    rank, vision = room_for_rank(model.peft_config["default"].r), find_vision(model)
+    arguments = _arguments(base, settings) | image_arguments(model, vision, settings.four_bit)
     if is_running():
         for other in attached.values():
             other.stop()
         attached.clear()
     try:
         with _keep_process():
-            llm = LLM(model=name, max_lora_rank=rank, **_arguments(base, settings))
+            llm = LLM(model=name, max_lora_rank=rank, **arguments)
     except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
         raise BackendError(
             f"vLLM does not start with {name}: {error}. Set rollout.engine=generate, or see docs/rollout.md"
         ) from error
     reason = "in this process, with a copy of the base; the adapter is passed in memory"
-    return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, llm), reason))
+    return adopt_vllm(model, InProcessVllm(llm, partial(_hand_over, llm), reason, vision))
 
 
 def find_vllm_problem() -> str | None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import rloo_kit as kit
+from rloo_kit.checks.faults import find_faults
 from rloo_kit.errors import ConfigError, DataError, ExportError
 from rloo_kit.export import export
 from rloo_kit.export.parity import check_parity, measure_reference
@@ -46,6 +47,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = kit.evaluate(run, policy, data.test, reward_funcs=rewards)
     kit.write_report(run, kit.train(run, policy, data, rewards), before, before)
     return run.folder
+
+
+def test_a_server_is_refused_before_the_model_loads(trained: Path) -> None:
+    """Its completions API takes no images; the run ended in its first rollout."""
+    words = ["rollout.engine=server", "rollout.server_url=http://127.0.0.1:1"]
+    found = find_faults(kit.load_config(trained / "config.yaml", *words))
+    assert [one.fix for one in found if "a prompt has an image" in one.found] == ["set rollout.engine=generate or vllm"]
 
 
 def test_pages_show_pictures_that_the_run_kept(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,13 @@ def test_a_tower_counts_only_if_it_is_loaded() -> None:
     with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B config.json"):
         plan_vram(load_config(IMAGES, "model.name=Qwen/Qwen3-4B", "model.vision=true"), 14.9)
     assert plan_engine(of_images("4B", "rollout.engine=auto"), find_machine(24)).name == "generate"
-    plan = plan_vram(of_images("4B", "rollout.engine=vllm"), 24)
+    plan = plan_vram(of_images("4B", "rollout.engine=vllm"), 24)  # in 4 bits, by Unsloth
     assert not plan.fits and plan.vllm is not None and "rollout.engine=generate" in str(plan.vllm.obstacle)
+    tried = ["model.load_in_4bit=false", "model.backend=transformers", "rollout.engine=vllm"]
+    plan = plan_vram(of_images("4B", *tried), 80)
+    assert plan.fits and plan.vllm is not None and plan.vllm.obstacle is None
+    own = {one.name: one.rollout_gib for one in plan.parts}
+    assert own["vLLM: weights"] == pytest.approx(sum(own[f"weights: {one}"] for one in ("layers", "tables", "tower")))
 
 
 def test_an_adapter_of_the_tower_costs_what_it_saves() -> None:
