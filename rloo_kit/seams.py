@@ -15,6 +15,7 @@ PARTS = {
     "vllm": "rloo_kit.vllm.in_process",  # rollout.engine: vllm
     "engines": "rloo_kit.vllm.engines",  # the two `Engine`s of vLLM
 }
+IMAGE_REFERENCE = r"<\|image:([0-9a-f]{14})\|>"  # an image in a prompt's text, by its digest (images.tokens)
 REWARDS = {
     "math_answer_reward": "rloo_kit.graders.verifier:MathAnswerReward",
     "reasoning_gym_score": "rloo_kit.graders.verifier:ReasoningGymScore",

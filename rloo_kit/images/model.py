@@ -6,7 +6,6 @@ alone, so its states do not depend on its neighbours; with a frozen tower they a
 Shapes: B rows, L tokens, T of a packed row, n states of an image, H hidden size.
 """
 
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -209,6 +208,7 @@ def attach(model: Any, tokenizer: Any, vision: Vision, freezes: bool = True) -> 
                 value.requires_grad_(value.requires_grad and name.startswith(TEXT))
         reader = ImageReader(base, vision)
         base.forward, base.get_image_features, base.check_prompt = reader.forward, reader.features, reader.check_prompt
+    base.check_prompt.__self__.vision = vision
     return see(tokenizer, vision)
 
 
@@ -227,7 +227,7 @@ def adopt(model: Any, given: Any, args: Any) -> Any:
         tokenizer.chat_template = template
     if config.model_type not in WRITINGS:
         return tokenizer
-    vision = Vision(name, config, sys.maxsize)
+    vision = Vision(name, config, None)
     if (processor := getattr(given, "image_processor", None)) is not None:
         vision.__dict__["processor"] = processor
     return see(tokenizer, vision)

@@ -17,9 +17,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from rloo_kit.errors import DataError
 from rloo_kit.images.files import Picture
+from rloo_kit.seams import IMAGE_REFERENCE
 
 FIRST_ID = 2**60  # of images; a digest's 56 bits are added
-REFERENCE = re.compile(r"<\|image:([0-9a-f]{14})\|>")
+REFERENCE = re.compile(IMAGE_REFERENCE)
 LIBRARY: dict[str, Picture] = {}  # by digest: the pictures that this process has read
 
 
@@ -71,13 +72,14 @@ class Vision:
 
     Attributes:
         folder: of the checkpoint, or its hub id. config: the model's.
-        max_pixels: larger images are scaled down to it, where the model takes images of any size.
+        max_pixels: larger images are scaled down to it, where the model takes images of any size; None: to the
+            checkpoint's.
     """
 
     tower: ClassVar = ("model.visual", "model.vision_tower", "model.multi_modal_projector")  # never in 4 bits
     folder: str
     config: Any
-    max_pixels: int
+    max_pixels: int | None
 
     @cached_property
     def processor(self) -> Any:
@@ -88,7 +90,8 @@ class Vision:
             problem = f"{self.folder} has no image processor that can be loaded ({str(error).splitlines()[0]})"
             raise DataError(f"{problem}: it needs the checkpoint's preprocessor_config.json") from error
         if "longest_edge" in (size := dict(processor.size)):
-            processor.size = {key: min(size[key] or self.max_pixels, self.max_pixels) for key in size if size[key]}
+            most = size["longest_edge"] if self.max_pixels is None else self.max_pixels
+            processor.size = {"shortest_edge": min(size["shortest_edge"], most), "longest_edge": most}
         return processor
 
     @property
@@ -194,6 +197,8 @@ class ImageTokens:
     def decode(self, token_ids: Any, *more: Any, **options: Any) -> Any:
         """The tokenizer's; an image is its reference."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], (list, tuple)):  # `batch_decode`
+            return [self.decode(row, *more, **options) for row in ids]
         if isinstance(ids, int) or not any(isinstance(token, int) and token >= FIRST_ID for token in ids):
             return super().decode(token_ids, *more, **options)  # type: ignore[misc]
         texts = []

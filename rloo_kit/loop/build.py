@@ -11,6 +11,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from rloo_kit._stack import load_stack
 from rloo_kit.completion import Tools
 from rloo_kit.config.checks import find_prompt_problem
+from rloo_kit.data.sources import IMAGE_COLUMNS
 from rloo_kit.errors import ConfigError
 from rloo_kit.gradient.advantages import AdvantageSettings
 from rloo_kit.gradient.objective import Objective, choose_ratio_form
@@ -54,6 +55,7 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Tools | None 
         if model is not None:
             disable_dropout(model)  # with dropout, the ratio would compare two random parts of the policy
             if hasattr(tokenizer, "vision"):
+                _check_images(trainer, parallel)
                 bare = trainer.accelerator.unwrap_model(model)
                 part("images").attach(bare, tokenizer, tokenizer.vision, freezes=model is trainer.ref_model)
     scorer = PolicyScorer(
@@ -76,6 +78,14 @@ def build_step(trainer: trl.RLOOTrainer, tags: ThinkTags, toolbox: Tools | None 
         FailureCount(),
         PromptReservoir(trainer.train_dataset, args.seed) if settings.resample_rounds else None,
     )
+
+
+def _check_images(trainer: trl.RLOOTrainer, parallel: Parallel) -> None:
+    """Raise ConfigError for what a vision model does not train with."""
+    if parallel.kind == "shards":  # a tower's layers are gathered by all processes, which encode different images
+        raise ConfigError("a vision model cannot be sharded: use the launch file configs/accelerate/ddp.yaml")
+    if trainer.args.resample_rounds and set(IMAGE_COLUMNS) & set(trainer.train_dataset.column_names):
+        raise ConfigError("resample_rounds does not work with columns of images: set it to 0, or use kit.train")
 
 
 def describe(trainer: Any) -> str:

@@ -91,6 +91,12 @@ def choose_targets(model: Any, wanted: Sequence[str] | None, tower: bool = False
     if "experts" in found:
         found = found - {"experts"} | {"gate_proj", "up_proj", "down_proj"}
     paths = [f".{path}" for path, _ in model.named_modules()] + [f".{name}" for name in found]
+    outside = {path.rpartition(".")[2] for path in find_outside(model) or ()}
+    if tower and wanted and not outside & set(wanted):
+        raise BackendError(
+            "model.lora.vision is true, but model.lora.target_modules names no layer of the tower: leave it out, or "
+            f"add {', '.join(sorted(outside))}"
+        )
     missing = [name for name in wanted or () if not any(path.endswith(f".{name}") for path in paths)]
     if missing or not (wanted or found):
         has = f"has {', '.join(missing)}" if missing else "is null"

@@ -5,10 +5,12 @@ turn's end token is its text.
 """
 
 import json
+import re
 from functools import cached_property
 from typing import Any
 
 from rloo_kit.errors import ConfigError, DataError, excerpt
+from rloo_kit.seams import IMAGE_REFERENCE
 from rloo_kit.system.input_files import DEEPEST, is_deep
 from rloo_kit.think_tags import THINK_END, THINK_START
 
@@ -16,6 +18,7 @@ Message = dict[str, Any]
 
 TAGS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")  # which some tokenizers have as plain text
 MARK = "rloo_question"  # the user's message in a prompt that is rendered to see what follows it
+_IMAGE = re.compile(rf"(<\|vision_start\|>)?{IMAGE_REFERENCE}(<\|vision_end\|>)?")
 
 PROBE = {
     "type": "function",
@@ -125,7 +128,8 @@ class ToolFormat:
             return [*prompt[:last], prompt[last] | {"content": content}, *prompt[last:][1:]]
         tail, is_bare = self._follow(""), asked.endswith(prompt)  # bare: as it is given, of the family plain
         head = prompt.removesuffix(tail)
-        if not is_bare and not (prompt.endswith(tail) and head.rstrip().endswith(asked.strip())):
+        spoken = _IMAGE.sub("", head).rstrip()  # the message is known without its images
+        if not is_bare and not (prompt.endswith(tail) and spoken.endswith(asked.strip())):
             raise DataError(
                 "the environment's reset returned a text, but the prompt does not end with the user's message as the "
                 "chat template renders it: give the text in the prompt, and return None"
@@ -153,7 +157,7 @@ class ToolFormat:
         for spelled in (*map(str, self.tokenizer.added_tokens_decoder.values()), *TAGS):
             if len(spelled) > 1 and spelled in text:
                 text = text.replace(spelled, f"{spelled[0]} {spelled[1:]}")
-        return text
+        return re.sub(IMAGE_REFERENCE, r"< |image:\1|>", text)
 
     def fit(self, text: str, limit: int) -> str:
         """A result without control tokens, cut at `limit` tokens."""

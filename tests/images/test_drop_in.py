@@ -7,7 +7,7 @@ from peft import LoraConfig
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rloo_kit import RLOOConfig, RLOOTrainer
-from rloo_kit.errors import DataError
+from rloo_kit.errors import ConfigError, DataError
 from tests.images.models import make, make_processor, noise
 from tests.loop.conftest import by_length
 from tests.loop.test_equality_with_stock import _batch_loss_gradients, _make, _relative, _sides
@@ -93,6 +93,9 @@ def test_what_is_refused(folder, tiny_folder, tmp_path):
     data = rows("images").select([0])
     with pytest.raises(DataError, match="images in column images: drop the column, or .*qwen3_vl"):
         RLOOTrainer(str(tiny_folder), by_length, args, data).train()
+    drawing = RLOOConfig(str(tmp_path), resample_rounds=1, num_generations=2, max_steps=1, report_to="none")
+    with pytest.raises(ConfigError, match="resample_rounds does not work with columns of images"):
+        RLOOTrainer(str(folder), by_length, drawing, data)
     data = data.remove_columns("prompt").add_column("prompt", ["a text"])
     with pytest.raises(DataError, match="2 images and its prompt is a text.*Give messages"):
         RLOOTrainer(str(folder), by_length, args, data).train()

@@ -8,14 +8,16 @@ from pathlib import Path
 import datasets
 import pytest
 from PIL import Image
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rloo_kit.config.run import RunConfig
 from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import load_data
-from rloo_kit.errors import DataError
+from rloo_kit.errors import BackendError, DataError
 from rloo_kit.images.files import read_picture
-from rloo_kit.images.tokens import REFERENCE, Vision, see
+from rloo_kit.images.tokens import REFERENCE, Vision, refer, see
+from rloo_kit.models.adapters import choose_targets
+from rloo_kit.tools.turns import ToolFormat
 from tests.data.conftest import jsonl
 from tests.images.models import make, noise
 
@@ -139,3 +141,28 @@ def test_only_images_of_drawn_rows_are_read(read, monkeypatch):
     )
     Path("rows.jsonl").write_text(jsonl(*({"prompt": str(row), "image": IMAGES[row % 3]} for row in range(40))))
     assert len(read(num_prompts=4).train) == len(opened) == 4
+
+
+def test_texts_are_texts_and_the_key_decides_the_size(tmp_path):
+    """An observation with a reference became an image, one after an image in the text was refused, ids could not be
+    decoded in batches, weights that the kit had saved kept the pixels of the run before, and target_modules left a
+    tower that was to be trained without an adapter."""
+    folder = str(make("qwen3_vl", tmp_path))
+    config, picture = AutoConfig.from_pretrained(folder), read_picture(noise(1, 64, 64), None)
+    small = see(AutoTokenizer.from_pretrained(folder), Vision(folder, config, 1024))
+    small.save_pretrained(tmp_path / "saved")
+    sizes = [Vision(str(tmp_path / "saved"), config, most).count(picture) for most in (1024, 4096)]
+    assert sizes == [4, 16]
+    parts = [{"type": "image", "image": refer(picture)}, {"type": "text", "text": "what?"}]
+    talk = [{"role": "user", "content": parts}]
+    prompt = small.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    ids = small([prompt, prompt])["input_ids"]
+    assert small.batch_decode(ids) == [small.decode(row) for row in ids] and refer(picture) in small.decode(ids[0])
+    form = ToolFormat.__new__(ToolFormat)  # of a template without tools
+    form.tokenizer, form.options, talk[0]["content"] = small, {}, parts[::-1]
+    prompt = small.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert REFERENCE.search(form.observe({"prompt": prompt, "question": "what?"}, f"see {refer(picture)}"))
+    assert not REFERENCE.search(form.fit(f"see {refer(picture)}", 50))
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with pytest.raises(BackendError, match="names no layer of the tower: leave it out, or add linear_fc1"):
+        choose_targets(model, ["q_proj"], tower=True)
