@@ -16,6 +16,7 @@ PARTS = {
     "engines": "rloo_kit.vllm.engines",  # the two `Engine`s of vLLM
 }
 IMAGE_REFERENCE = r"<\|image:([0-9a-f]{14})\|>"  # an image in a prompt's text, by its digest (images.tokens)
+FRAMED_IMAGE = rf"(?:<\|vision_start\|>)?({IMAGE_REFERENCE})(?:<\|vision_end\|>)?"  # with Qwen's tokens around it
 REWARDS = {
     "math_answer_reward": "rloo_kit.graders.verifier:MathAnswerReward",
     "reasoning_gym_score": "rloo_kit.graders.verifier:ReasoningGymScore",

@@ -34,14 +34,14 @@ class ImageReader:
 
     Attributes:
         model: the base model of a conditional-generation class. vision: what its checkpoint does with images.
-        encoded: how many images the tower has encoded.
+        encoded: how many images the tower has encoded. kept: their states by digest and precision, with a frozen tower.
     """
 
     def __init__(self, model: Any, vision: Vision) -> None:
         self.model, self.vision = model, vision
         self.encoded = 0
         self._forward, self._encode = model.forward, model.get_image_features
-        self._kept: OrderedDict[tuple[str, Any], States] = OrderedDict()
+        self.kept: OrderedDict[tuple[str, Any], States] = OrderedDict()
         self._wanted: list[str] = []  # digests of the images of the running call, in order
         self._has_grid = hasattr(model, "get_rope_index")
 
@@ -123,18 +123,18 @@ class ImageReader:
         """The states of an image; kept for the next call if the tower is frozen rather than trained."""
         device = self.model.get_input_embeddings().weight.device
         key = digest, torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        if not trains and key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if not trains and key in self.kept:
+            self.kept.move_to_end(key)
+            return self.kept[key]
         inputs = {name: value.to(device) for name, value in self.vision.pixels(find_picture(digest)).items()}
         with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             output = self._encode(**inputs, return_dict=True)
         self.encoded += 1
         states = output.pooler_output[0], *(getattr(output, "deepstack_features", None) or ())
         if not trains:
-            self._kept[key] = states
-            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > FEATURE_CACHE_BYTES:
-                self._kept.popitem(last=False)
+            self.kept[key] = states
+            while len(self.kept) > 1 and sum(map(_bytes, self.kept.values())) > FEATURE_CACHE_BYTES:
+                self.kept.popitem(last=False)
         return states
 
     def _place(
@@ -200,7 +200,7 @@ def open_tokenizer(run: RunConfig, folder: str, tokenizer: Any) -> Any:
 
 def attach(model: Any, tokenizer: Any, vision: Vision, freezes: bool = True) -> Any:
     """The tokenizer, which reads references to images from now on, and the model, bare or with an adapter, their ids.
-    `freezes`: the tower of a bare model. A second call changes nothing."""
+    `freezes`: the tower of a bare model. A second call only exchanges `vision`, with what was encoded under it."""
     base = base_of(model).base_model
     if not hasattr(base, "check_prompt"):
         if freezes and base_of(model) is model:
@@ -208,7 +208,10 @@ def attach(model: Any, tokenizer: Any, vision: Vision, freezes: bool = True) -> 
                 value.requires_grad_(value.requires_grad and name.startswith(TEXT))
         reader = ImageReader(base, vision)
         base.forward, base.get_image_features, base.check_prompt = reader.forward, reader.features, reader.check_prompt
-    base.check_prompt.__self__.vision = vision
+    reader = base.check_prompt.__self__
+    if reader.vision is not vision:
+        reader.vision = vision
+        reader.kept.clear()
     return see(tokenizer, vision)
 
 

@@ -24,8 +24,8 @@ Content = list[dict[str, Any]]  # parts of a message: texts, and images with the
 
 
 def write(source: DataSource) -> DataSource:
-    """The source with prompts that refer to its images; raises DataError, with file and line, for
-    an image that cannot be read or has no place in its prompt."""
+    """The source with prompts that refer to its images; raises DataError, with file and line, for an image that cannot
+    be read or has no place in its prompt."""
     file, prompts = Path(source.name), []
     folder = file.parent if file.is_file() else Path()
     values = {name: iter(column) for name, column in source.images.items()}

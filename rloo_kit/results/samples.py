@@ -21,7 +21,7 @@ from rloo_kit.results.pages import show_text
 from rloo_kit.runs.files import is_number, read_rows
 from rloo_kit.runs.find import find_run
 from rloo_kit.runs.rollouts import read_step, step_files
-from rloo_kit.seams import IMAGE_REFERENCE
+from rloo_kit.seams import FRAMED_IMAGE, IMAGE_REFERENCE
 from rloo_kit.system.console import picture_controls, plain_prompt, render_text
 from rloo_kit.think_tags import THINK_END, THINK_START, opens_thinking
 
@@ -29,7 +29,7 @@ ROOM = 4_000_000  # characters of completions in a page
 PICTURES = "images.jsonl"  # in a run's folder: small pictures of the images in its prompts, by digest
 MOST_PICTURES, PICTURE_ROOM = 100, 1_000_000  # in a page, with characters in all
 REFERENCE = re.compile(IMAGE_REFERENCE)
-FRAMED = re.compile(rf"(?:<\|vision_start\|>)?({REFERENCE.pattern})(?:<\|vision_end\|>)?")
+FRAMED = re.compile(FRAMED_IMAGE)
 Segments = list[list[Any]]  # texts, each with whether the budget forced it
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rloo_kit.errors import ConfigError, DataError, excerpt
-from rloo_kit.seams import IMAGE_REFERENCE
+from rloo_kit.seams import FRAMED_IMAGE, IMAGE_REFERENCE
 from rloo_kit.system.input_files import DEEPEST, is_deep
 from rloo_kit.think_tags import THINK_END, THINK_START
 
@@ -18,7 +18,6 @@ Message = dict[str, Any]
 
 TAGS = (THINK_START, THINK_END, "<tool_call>", "</tool_call>")  # which some tokenizers have as plain text
 MARK = "rloo_question"  # the user's message in a prompt that is rendered to see what follows it
-_IMAGE = re.compile(rf"(<\|vision_start\|>)?{IMAGE_REFERENCE}(<\|vision_end\|>)?")
 
 PROBE = {
     "type": "function",
@@ -128,7 +127,7 @@ class ToolFormat:
             return [*prompt[:last], prompt[last] | {"content": content}, *prompt[last:][1:]]
         tail, is_bare = self._follow(""), asked.endswith(prompt)  # bare: as it is given, of the family plain
         head = prompt.removesuffix(tail)
-        spoken = _IMAGE.sub("", head).rstrip()  # the message is known without its images
+        spoken = re.sub(FRAMED_IMAGE, "", head).rstrip()  # the message is known without its images
         if not is_bare and not (prompt.endswith(tail) and spoken.endswith(asked.strip())):
             raise DataError(
                 "the environment's reset returned a text, but the prompt does not end with the user's message as the "

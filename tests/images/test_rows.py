@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
@@ -15,6 +16,7 @@ from rloo_kit.data.chat import prompt_identity
 from rloo_kit.data.load import load_data
 from rloo_kit.errors import BackendError, DataError
 from rloo_kit.images.files import read_picture
+from rloo_kit.images.model import attach
 from rloo_kit.images.tokens import REFERENCE, Vision, refer, see
 from rloo_kit.models.adapters import choose_targets
 from rloo_kit.tools.turns import ToolFormat
@@ -166,3 +168,7 @@ def test_texts_are_texts_and_the_key_decides_the_size(tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(folder)
     with pytest.raises(BackendError, match="names no layer of the tower: leave it out, or add linear_fc1"):
         choose_targets(model, ["q_proj"], tower=True)
+    for most, states in ((1024, 4), (4096, 16)):  # a second call kept the first one's size, and its states
+        attach(model, small, Vision(folder, config, most))
+        row = small(prompt)["input_ids"]
+        assert sum(token > 2**60 for token in row) == states and model(torch.tensor([row])).logits.isfinite().all()
